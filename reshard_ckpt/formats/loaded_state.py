@@ -121,13 +121,16 @@ def are_equal(values: Sequence[Any]) -> bool:
 
 
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the items of a dict. None marks a leaf: anything else, and an optimizer's state dict that names its parameters."""
+    """Return the items of a dict that is not empty; None marks a leaf.
+
+    An optimizer's state dict that names its parameters is a leaf, and so is anything but a dict.
+    """
     numbered = is_numbered(node) and names_by_number(node["param_groups"]) is not None
     return None if numbered or (isinstance(node, Mapping) and is_optimizer_tree(node)) else children_of_dict(node)
 
 
 def _check_leaf(leaf: Any, name: str) -> None:
-    """Raise the error of a leaf that a catalog cannot hold. Lists pass, because they may hold tensors."""
+    """Raise the error of a leaf that a catalog cannot hold. Lists, tuples and dicts with entries pass: they may hold tensors."""
     if is_tensor_like(leaf):
         dtype_code(local_memory(leaf, name)[0].dtype, name)
     elif not isinstance(leaf, list | tuple) and not (isinstance(leaf, Mapping) and leaf):

@@ -178,7 +178,9 @@ def known_formats() -> tuple[Format, ...]:
 
 
 def with_options(options: Mapping[str, bool], only: Collection[str] | None = None) -> Formats:
-    """Return a function that lists the known formats, with these options set where a format takes them (if named in `only`).
+    """Return a function that lists the known formats, with these options set in all formats that take them.
+
+    With `only`, they are set in the formats of these names alone.
 
     >>> [form.name for form in with_options({"as_saved": True}, only=["dcp"])() if form.options]
     ['dcp']

@@ -153,7 +153,7 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, St
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Split the name of a tensor at its first dot: the key of the state, and the name below it."""
+    """Split a name at its first dot: the key of the state, and the name below it. A name without a dot is one key."""
     top, dot, rest = name.partition(".")
     return (top, rest) if dot else (name,)
 

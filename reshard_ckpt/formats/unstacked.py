@@ -19,7 +19,10 @@ from .catalog_builder import CatalogBuilder
 
 @dataclass(frozen=True, slots=True)
 class Unstacked:
-    """A catalog in which each layer or expert is a tensor of its own; `runs` has, in order, the stacked run of each tensor."""
+    """A catalog in which each layer or expert is a tensor of its own.
+
+    `runs` has, in the order of its tensors, the run of each in a tensor of the stacked catalog.
+    """
 
     catalog: Catalog
     runs: tuple[Run, ...]

@@ -210,8 +210,9 @@ class Manager(RunSteps):
         """Whether any rank of the job got a SIGTERM. It becomes True in the same step on all ranks, and stays True.
 
         Read it once in every step, on all ranks. When it is True, make a last save and leave the loop. The first read installs a
-        handler that stays until `close`: with it, SIGTERM by itself does not end the process. Reads need no communication,
-        except one after the signal: it waits until all ranks have agreed on the step to stop at. No rank takes a step for that.
+        handler that stays until `close`: with it, SIGTERM by itself does not end the process. The first read is collective.
+        Later ones need no communication, except one after the signal: it waits until all ranks have agreed on the step to stop
+        at. No rank has to take a step for that.
 
         Raises
         ------
@@ -343,7 +344,7 @@ class Manager(RunSteps):
         return path
 
     def _options(self, metadata: Any, metric: float | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge the manager's options with those of a save. An incremental one waits for the save in progress, a likely base."""
+        """Return all options of a save. An incremental save first waits for the one in progress, which may be its base."""
         base: dict[str, Any] = {}
         if self._full_every:
             self._wait()

@@ -78,7 +78,10 @@ class Preemption:
         self._install(held)
 
     def reached(self, held: ExitStack) -> bool:
-        """Return whether all ranks have agreed to stop. The first call installs a signal handler; closing `held` removes it."""
+        """Return whether all ranks have agreed to stop.
+
+        The first call is collective, and installs the signal handler; closing `held` removes it.
+        """
         if self._stop is None:
             self._stop = self._watch(held)
         return self._stop()

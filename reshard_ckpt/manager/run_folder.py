@@ -121,7 +121,7 @@ def known_names(
 ) -> StepNames:
     """Return the names of a run's step folders: the patterns in `names`, and others that are noted in the root. Collective.
 
-    New patterns are noted in the root. `noted_names` is `names_at` of the root; only rank 0 calls it.
+    New patterns are noted in the root, unless `read_only`. `noted_names` is `names_at` of the root; only rank 0 calls it.
     """
 
     def noted() -> list[str]:

@@ -103,7 +103,7 @@ class SaveCosts:
 
     @property
     def step_s(self) -> float:
-        """The median time in seconds of a training step during which no save was in progress."""
+        """The median time in seconds of a training step during which no save was in progress; 0 if none was timed."""
         with self._lock:
             return self._step_s()
 
@@ -111,7 +111,7 @@ class SaveCosts:
         return statistics.median(self._calm) if self._calm else 0.0
 
     def tier(self) -> TierCosts | None:
-        """Return measured cost and duration of saves as a `TierCosts`, with a failure rate of 0; None before the first save."""
+        """Return measured cost and duration of saves as a `TierCosts`, with a failure rate of 0; None if no save was measured."""
         with self._lock:
             if not self._costs or not self._durations:
                 return None
@@ -127,9 +127,9 @@ Interval = Callable[[SaveCosts], float | None]
 def best_interval(
     mtbf_s: Callable[[], float], max_overhead: float, least_s: Callable[[float], float] = lambda mtbf_s: 0.0
 ) -> Interval:
-    """Return a function from measured costs to the interval that loses the least time; see `core/planning/interval.py`.
+    """Return an `Interval` that chooses, by measured costs, what loses the least time; see `core/planning/interval.py`.
 
-    The interval is never shorter than ``least_s(mtbf_s())``.
+    It is never shorter than ``least_s(mtbf_s())``.
     """
 
     def interval(costs: SaveCosts) -> float | None:

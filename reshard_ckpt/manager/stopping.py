@@ -66,7 +66,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
     wanted
         Returns whether this rank has been told to stop; called in the thread.
     timeout_s
-        Seconds that a rank which has reached a step waits for the other ranks to say at which step they are.
+        Seconds that a rank, once it is held back, waits for the other ranks to say how many steps they have begun.
     """
 
     def __init__(self, store: KeyValueStore, rank: int, size: int, wanted: Callable[[], bool], *, timeout_s: float) -> None:

@@ -154,7 +154,10 @@ class StoredSteps:
         return {step: metric for step in steps if (metric := self._info(step).metric) is not None}
 
     def keeps(self, step: int, metric: float | None) -> bool:
-        """Return whether the rule keeps a checkpoint for ever: a multiple of `keep_every`, or now one of the `keep_best` best."""
+        """Return whether the rule keeps a new checkpoint even when many newer ones follow.
+
+        It does if the step is a multiple of `keep_every`, or so far one of the `keep_best` best.
+        """
         if self._rule.keep_every is not None and step % self._rule.keep_every == 0:
             return True
         if metric is None or not self._rule.keep_best:

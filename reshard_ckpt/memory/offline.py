@@ -86,7 +86,8 @@ class PersistReport:
     missing
         Nodes that hold files which the store still lacks; call `persist_held` there.
     passed_over
-        A line for each newer checkpoint whose catalog is damaged in the memory of this node.
+        A line for each newer checkpoint in the memory of this node that is passed over: its catalog is damaged there, or the
+        store has a newer save of its step.
     """
 
     step: int
@@ -228,8 +229,9 @@ def _write_absent(path: Path, generation: Generation, keys: Sequence[str], stora
 def _chosen(
     path: Path, storage: Storage, step: int | None, target: Callable[[Generation], str]
 ) -> tuple[Generation, tuple[str, ...]]:
-    """Choose the newest checkpoint in memory that counts in the run's lineage; also return a line for each newer, damaged one.
+    """Choose the newest checkpoint in memory that counts in the run's lineage, only of `step` if that is given.
 
+    Also return a line for each newer one that is passed over: its catalog is damaged, or the store has a newer save of its step.
     If the root and with it the run's lineage is lost, all checkpoints count.
     """
     found = find_generations(path)

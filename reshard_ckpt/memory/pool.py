@@ -125,9 +125,10 @@ class SlotPool:
             return given_up
 
     def agree(self, generations: int, given_up: Collection[str]) -> None:
-        """Apply an agreement of all ranks: keep `generations` saves, forget those in `given_up`, free the other slots.
+        """Apply an agreement of all ranks: keep `generations` saves, and forget those in `given_up`.
 
-        The slots of a save that is on its way to the store stay until it is there.
+        Free slots are removed if a source has more slots than it needs, which is one more than `generations`. The slots of a save
+        that is on its way to the store stay until it is there.
         """
         with self._lock:
             self.generations = generations
@@ -191,7 +192,7 @@ class SlotPool:
         return slot.reserve()
 
     def _shortage(self, wanted: int) -> str:
-        """Return the reason why this node has no memory for a slot of `wanted` bytes; empty if it has."""
+        """Return why a slot of `wanted` bytes does not fit into this node's memory, or into ``max_bytes``; empty if it fits."""
         found = []
         for path in files_in(self._folder, SLOT_SUFFIX):
             with suppress(FileNotFoundError):  # its process has just removed it

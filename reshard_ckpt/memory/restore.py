@@ -199,7 +199,10 @@ def _own(owners: dict[str, list[int]], keys: Sequence[str], topology: Topology, 
 
 @dataclass(slots=True)
 class _Told:
-    """The facts of all nodes about a generation (checkpoint in memory), such as its number of files and their owners."""
+    """The facts of all nodes about a generation (checkpoint in memory), such as its number of files and their owners.
+
+    `knowing` are the ranks that have its file undamaged. `is_lost` says that some file was only on nodes that have left the job.
+    """
 
     num_files: int = 0
     older: Sequence[str] = ()

@@ -45,7 +45,7 @@ class MemoryHandle(SaveHandle):
 
     @property
     def copies(self) -> int:
-        """The least number of other nodes that hold a copy of each file, once the save is done; 0 without the memory tier."""
+        """The least number of other nodes that hold a copy of a file, once the save is done; 0 if the save went to the store."""
         return 0 if self._target is None else self._target.copies
 
     def persisted(self, timeout: float | None = None) -> bool:
@@ -140,7 +140,7 @@ class MemoryRun:
             drop_generations(self._folder, [name for name in of_run if name not in kept])
 
     def _name_others(self) -> None:
-        """Warn of checkpoints in memory that are not loaded: of an earlier run with this root, or of this run elsewhere."""
+        """Warn of checkpoints in memory that are not loaded: of an earlier run with this root, or of this run at another root."""
         found = find_generations(self._folder)
         others = [g for g in found if g.run != self._lineage.current.run]
         if not self._tier.topology.leads(self._rank):
@@ -296,7 +296,10 @@ class MemoryRun:
             return stored_save_id(storage)
 
     def load(self, found: Restorable, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any]) -> tuple[LoadReport, str]:
-        """Load a checkpoint from memory into a state, in place. Return the report, and the tier: ``"memory"`` or ``"peer"``."""
+        """Load a checkpoint from memory in place, as `load_given` does.
+
+        Return the report, and the tier: ``"memory"`` or ``"peer"``.
+        """
         self._tier.adopt(found.generation)
         report = load_given(self._in_memory(found), wanted, options, opened=partial(self._opened, found))
         return report, "memory" if found.is_local(self._tier.topology) else "peer"
@@ -359,7 +362,9 @@ class MemoryRun:
             self._writing.join()
 
     def close(self, *, clean: bool) -> None:
-        """Write the newest checkpoint in memory to the store if it is not there, and close the tier. Collective if `clean`.
+        """Wait until no checkpoint is being written to the store, and close the tier. Collective if `clean`.
+
+        If `clean`, first write the newest checkpoint in memory to the store, if it is not there.
 
         Raises
         ------

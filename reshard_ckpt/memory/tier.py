@@ -106,7 +106,7 @@ class Tier:
     def target(self, job: SaveJob, step: int) -> MemoryTarget | None:
         """Take slots for a save on all ranks, and return the save's target. Collective.
 
-        If some rank has no room, warn once, and return None.
+        If some rank has no room, no rank takes any; warn once, and return None.
         """
         layouts = lay_out(job.local_shards, job.assignment, job.comm.rank)
         used = ring_bytes(layouts) + sum(_aligned(digests_file_bytes(layout.num_bytes)) for layout in layouts)
@@ -291,7 +291,7 @@ class Tier:
     def acknowledge(self, comm: Comm, generation: Generation, *, pin: bool) -> None:
         """Tell all ranks that this node has noted a save. Collective.
 
-        Once all ranks have told, the save is committed, and older ones are freed.
+        Once all ranks have told, the save is committed, and older ones may be freed.
         """
         # If the gather fails, the images are freed only if surely no rank has freed an older generation: they may be the only
         # whole one.
@@ -358,7 +358,7 @@ class MemoryTarget:
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         """Return the memory of this rank's slot as the ring, so that the state is copied straight into it.
 
-        It is pinned if a tensor lies on a device.
+        It is pinned if a tensor lies on an accelerator.
         """
         slot = self._taken[self._tier.rank]
         device = job.local_shards.device_to_pin

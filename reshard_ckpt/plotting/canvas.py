@@ -130,7 +130,10 @@ def write_in(
 
 
 def set_ticks(axes: Axes, at: Any, labels: Sequence[str], *, vertical: bool) -> None:
-    """Label an axis at the ascending positions `at`; leave out labels that would overlap, but keep the last and the first."""
+    """Label an axis at the ascending positions `at`, and leave out labels that would overlap others.
+
+    The last label always stays; the first one is preferred to all others.
+    """
     span, extent = axes.get_ylim()[0] if vertical else axes.get_xlim()[1], axes.get_window_extent()
     unit = (extent.height if vertical else extent.width) / max(span, 1e-9)
     # needs: points that each label takes along the axis; kept: ticks that do not overlap the ones before.

@@ -286,7 +286,7 @@ class OpenedState(NamedTuple):
 
 
 def walk_state(state: Mapping[Any, Any]) -> tuple[list[Tree], tuple[tuple[int, ...], ...]]:
-    """Return the trees of a state (its own, and one for each object in it), and the ranks of each process group that DDP uses.
+    """Return the trees of a state (see `walk`), and the ranks of each process group over which DDP replicates a module.
 
     Raises
     ------

@@ -89,7 +89,7 @@ def paths_of_values(catalog: Catalog) -> dict[str, Path]:
 
 
 def link_in_dict(path: Path, optimizers: set[str]) -> StateLink | None:
-    """Return the link to a parameter for an entry at this path, if it is state in one of the state dicts `optimizers`."""
+    """Return the link to a parameter for a path to state in a state dict that `optimizers` names; None for any other path."""
     for i in range(len(path) - 3, -1, -1):
         if path[i] == STATE and name_of(path[:i]) in optimizers:
             return StateLink(name_of(path[:i]), str(path[i + 1]), name_of(path[i + 2 :]))
@@ -267,7 +267,7 @@ class Describer:
         return self._known.parts.setdefault((id(layout), memory.dtype, memory.stride()), part)
 
     def _first_at(self, row: Entry, near: list[Entry]) -> str | None:
-        """Return the name of the row in `near` with exactly the same memory. If there is none, add this row to `near`."""
+        """Return the name of the row in `near` with exactly the same memory. Without one, add this row to `near`; return None."""
         for other in near:
             if _place(other) == _place(row):
                 return other.name

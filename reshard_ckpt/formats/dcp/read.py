@@ -148,7 +148,7 @@ class _Folder:
                 self._groups.setdefault(optimizer, {})[fqn] = entry
 
     def add(self, *, by_number: bool) -> None:
-        """Add all tensors and values to the catalog. Without `by_number`, groups without names of parameters stay values."""
+        """Add all tensors and values to the catalog. Without `by_number`, groups without parameter names stay plain values."""
         # Groups first: they give names to numbered parameters, which changes `_paths` for everything below.
         for optimizer, entries in self._groups.items():
             self._add_groups(optimizer, entries, by_number)
@@ -204,7 +204,10 @@ class _Folder:
         self._take_groups(optimizer, found)
 
     def _take_whole_groups(self, fqn: str, by_number: bool) -> None:
-        """If a value is the whole list of an optimizer's groups, take it as groups: torch before 2.4 could save them so."""
+        """If a value is the whole list of an optimizer's groups, take it as groups; `by_number` is as for `add`.
+
+        torch before 2.4 saved groups without tensors so.
+        """
         path, value = self._paths[fqn], self._values[fqn]
         if len(path) < 2 or path[-1] != GROUPS or not isinstance(value, list):
             return
