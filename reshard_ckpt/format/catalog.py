@@ -359,7 +359,7 @@ def _decode_packed(table: Table, data: bytes) -> tuple[PackedRows, ...]:
 
 
 def _decode_links(table: Table, count: int) -> dict[str, I64]:
-    """Read the columns of links, which tie tensors of optimizer state to their optimizer, key and parameter."""
+    """Read the columns of links, which tie tensors and values of optimizer state to their optimizer, key and parameter."""
     optimizer, key, parameter = (table.ints(field, count) for field in _LINKS)
     return {"optimizer": optimizer, "key": key, "parameter": parameter - 1}
 

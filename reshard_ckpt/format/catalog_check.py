@@ -41,7 +41,10 @@ _MAX_KEY_CHARS = 1024
 
 
 def problems(catalog: Catalog) -> Iterator[str]:
-    """Yield a text for each problem of a catalog. If there are no problems, all its indices and ranges can be trusted."""
+    """Yield texts about the problems of a catalog, of most kinds only about the first one.
+
+    If there are none, all its indices and ranges can be trusted.
+    """
     yield from _info(catalog)
     yield from _texts(catalog)
     yield from _files(catalog)
@@ -54,9 +57,9 @@ def problems(catalog: Catalog) -> Iterator[str]:
 
 
 def excessive_claims(catalog: Catalog, num_bytes: int) -> Iterator[str]:
-    """Yield a text for each claim of a catalog that no save makes and that would cost a reader much memory or time.
+    """Yield texts about claims of a catalog that no save makes and that would cost a reader much memory or time.
 
-    `num_bytes` is the size of its file.
+    There is at most one text for each kind of claim. `num_bytes` is the size of its file.
     """
     rows = catalog.rows
     sizes = np.array([file.size for file in catalog.files], np.float64)
@@ -202,7 +205,7 @@ def _links(table: TensorTable) -> Iterator[str]:
 
 
 def link_problems(names: Sequence[str], optimizer: I64, key: I64, parameter: I64, num_tensors: int) -> Iterator[str]:
-    """Yield a text for each problem of the links that tie named tensors or values to optimizers and parameters."""
+    """Yield texts about problems of the links that tie named tensors or values to optimizers and parameters."""
     if {len(optimizer), len(key), len(parameter)} != {len(names)}:
         yield f"{len(names)} entries have {len(optimizer)} optimizers, {len(key)} keys and {len(parameter)} parameters as links"
     for bad in _first((optimizer < 0) | (key < 0) | (parameter < -1) | (parameter >= num_tensors)):
@@ -247,7 +250,10 @@ def _rows(catalog: Catalog) -> Iterator[str]:
 
 
 def _row_boxes(catalog: Catalog, tensor: I64) -> Iterator[str]:
-    """Yield a text for each row whose box is not within its tensor, or whose run is not within its box."""
+    """Yield texts about the first row of each kind: its box is not within its tensor, or its run not within its box.
+
+    Rows without elements are problems too, unless their tensor has none.
+    """
     rows, table, boxes = catalog.rows, catalog.tensors_table, catalog.boxes
     ends = boxes.offsets + boxes.lengths
     for dim in range(ends.shape[1]):

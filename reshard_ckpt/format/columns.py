@@ -99,7 +99,7 @@ def unpack_map(data: bytes | memoryview, name: str) -> dict[str, Any]:
 class Table:
     """One section of a catalog, read field by field.
 
-    `max_count` bounds the entries of a column whose count the caller does not give.
+    No column may have more than `max_count` entries.
     """
 
     name: str

@@ -149,7 +149,10 @@ def rebuilt(module: str, name: str, plain: Any) -> Any:
 
 
 def _imported(module: str, name: str) -> Any:
-    """Look up a class by module and name among imported modules. Nothing is imported or called, which could run their code."""
+    """Look up a name, such as that of a class, in a module that is imported already; None if it is not there.
+
+    Nothing is imported or called, and `getattr` is not used: each could run code.
+    """
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         if not isinstance(found, ModuleType | type):
@@ -159,7 +162,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _member(kind: type[Enum], plain: Any) -> Any:
-    """Return the member of an enum that has this value; flags are joined.
+    """Return the member of an enum that has this value, or `_NO_MEMBER`; flags are joined.
 
     The class is not called: that could run its ``_missing_``.
     """

@@ -56,7 +56,7 @@ class Header(NamedTuple):
 
 
 def sub_box(offsets: Ints, lengths: Ints, start: int, count: int) -> tuple[Ints, Ints] | None:
-    """Return the smaller box that a run (`start`, `count`) of a box consists of; None if the run is not a box.
+    """Return the box, in global coordinates, that a run (`start`, `count`) of a box consists of; None if the run is not a box.
 
     >>> sub_box((10, 0), (4, 8), 8, 16)
     ((11, 0), (2, 8))
@@ -213,7 +213,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _member(key: str, entry: Any, name: str) -> tuple[int, Member]:
-    """Parse one entry of the header. Return the member, and the offset of its data from the end of the header."""
+    """Parse one entry of the header. Return the offset of its data from the end of the header, and the member."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptError(f"{name}: {key!r:.200} has not exactly dtype, shape and data_offsets; use another checkpoint")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]

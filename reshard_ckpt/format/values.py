@@ -219,7 +219,7 @@ def _encode_object(value: Any, place: _Place) -> Any:
 
 
 def _check_keys(keys: Collection[Any], place: _Place) -> None:
-    """Raise an error for keys of a dict that a reader would refuse: too many with one hash, or two that are one plain key."""
+    """Refuse keys of a dict or items of a set that a reader would refuse: too many of one hash, or two that are one plain key."""
     if too_many_alike(keys):
         place.refuse(f"more than {MAX_ALIKE} of its keys have the same hash, which would be slow to read; use text as keys")
     if not all(type(key) in _PLAIN_KEYS for key in keys) and len({plain_key(key) for key in keys}) < len(keys):

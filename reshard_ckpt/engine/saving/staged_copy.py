@@ -141,7 +141,7 @@ class SecondLook:
         self._now.queue(lambda _: True)
 
     def has_changed(self) -> bool:
-        """Wait for the queued hashes, and return whether a tensor differs from its copy in the ring."""
+        """Wait for the queued hashes, and return whether a tensor differs from its copy; on a device, from its earlier sums."""
         self._copied.finish()
         self._now.finish()
         return not np.array_equal(self._copied.taken, self._now.taken)

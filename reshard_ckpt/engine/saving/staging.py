@@ -335,7 +335,7 @@ class Staging:
         return end <= self._written + self._capacity
 
     def _close_batch(self, end: int) -> None:
-        """Close the batch of all copies queued so far. Once they have ended, the ring has all bytes up to address `end`."""
+        """Close the batch of all copies queued so far. Once it is settled, the ring has all bytes up to address `end`."""
         self._send()
         # Without queued copies, a mark would only wait for the training job's own work.
         marks = self.copy_streams.record() if self._queues else ()

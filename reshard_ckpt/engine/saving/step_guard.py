@@ -169,7 +169,9 @@ class ChangeDetector:
         return any(not torch.equal(before, after) for before, after in zip(self._before.samples, now.samples, strict=True))
 
     def _sample(self) -> list[torch.Tensor]:
-        """Return sampled values as bytes: the middle `SAMPLE_ELEMENTS` of each sampled tensor, or all values of small tensors.
+        """Return sampled values as bytes: the middle `SAMPLE_ELEMENTS` of each sampled tensor.
+
+        If the tensors are small together (`WHOLE_BYTES`), these are all their values.
 
         There is one tensor of bytes for each device and dtype, and one more for the 0-dim tensors of each.
         """

@@ -127,7 +127,10 @@ def choose(
 
 
 def _agreed(of_ranks: list[Any]) -> Any:
-    """Merge all ranks' trackers: return their options, the save since which all have tracked, and the sizes of all tables."""
+    """Merge all ranks' trackers: return their options, the save since which all have tracked, and the rows of each table.
+
+    The save is None if ranks have tracked since different saves. Other options on other ranks are a `UsageError`.
+    """
     options = {tuple(of_rank[:3]) for of_rank in of_ranks}
     if len(options) > 1:
         raise UsageError(f"rows=: ranks passed trackers with different policy=, fraction= and bits=: {sorted(options, key=repr)}")

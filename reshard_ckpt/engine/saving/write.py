@@ -245,7 +245,8 @@ def member_offsets(layout: FileLayout) -> I64:
 class ShardFileWriter:
     """Writes one shard file, front to back, and hashes it on the way; `finish` writes its digests file.
 
-    If an error leaves its ``with`` block, the file is removed. With `sha256`, the SHA-256 of both files is taken as well.
+    If an error leaves its ``with`` block, the file is removed, unless it is durable already. With `sha256`, the SHA-256 of both
+    files is taken as well.
     """
 
     def __init__(self, storage: Storage, layout: FileLayout, *, sha256: bool = False) -> None:

@@ -37,7 +37,7 @@ class Background:
             checkpoint.save(path, state, **options)
 
     def wait(self) -> None:
-        """Wait for all background saves; raise the first error."""
+        """Wait for the background saves, the oldest first. If one failed, raise its error; the next call waits for later ones."""
         while self._saves:
             self._saves.pop(0).result()
 

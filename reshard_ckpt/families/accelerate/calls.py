@@ -27,8 +27,10 @@ _MODULES = ("accelerate.utils", "accelerate.accelerator", "transformers.trainer"
 
 
 class LoadResult(NamedTuple):
-    """The result of `load_fsdp_model`, with the fields that ``load_state_dict`` returns. Both are empty: a load with missing or
-    unexpected names raises instead.
+    """The result of `load_fsdp_model`, with the fields of the result of ``load_state_dict``.
+
+    Both are empty. A load with missing or unexpected names raises an error instead; with `adapter_only`, frozen parameters may be
+    missing.
     """
 
     missing_keys: list[str]

@@ -93,10 +93,7 @@ _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad", "cur_scale", "cu
 def _plain_values(values: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     """Return the values to save: DeepSpeed's, the user's, and the optimizer's own. A config that cannot be encoded is left out.
 
-    Raises
-    ------
-    UnsupportedError
-        A value is not plain; the message has its key.
+    Any other value that is not plain is refused later, by the save.
     """
     found = dict(values)
     if not is_plain(found.get("ds_config")):  # it may hold objects, and a job that resumes has its own config
@@ -247,7 +244,7 @@ class Engine:
         return self.stock.load(path, map_location=map_location)
 
     def commit(self, info: Any) -> bool:
-        """Wait until the checkpoint is committed and ``latest`` names it; return True."""
+        """Wait for the commit of the checkpoint, and on rank 0 for its ``latest``; return True."""
         if self._running is None or info != self._running.info:
             return bool(self.stock.commit(info))
         self.finish()
@@ -283,7 +280,7 @@ class Engine:
             self._nebula.close()
 
     def finish(self) -> None:
-        """Wait until the last save is committed and ``latest`` names it; raise the error of a save that failed."""
+        """Wait for the commit of the last save, and on rank 0 for its ``latest``; raise the error of a save that failed."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
@@ -373,7 +370,7 @@ class _Running:
             self._over.set()
 
     def result(self) -> None:
-        """Wait until the checkpoint is committed and ``latest`` names it; raise the error of the save or of that file."""
+        """Wait for the commit, and on rank 0 for the new ``latest``, if it is to be written; raise the error of either."""
         try:
             self._handle.result()
         finally:

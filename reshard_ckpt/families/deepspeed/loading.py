@@ -261,7 +261,10 @@ def _set_shared(chosen: Iterable[Shared]) -> None:
 
 
 def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:
-    """Restore the optimizer's values other than tensors, such as its loss scaler. A scaler of another class stays as it is."""
+    """Restore DeepSpeed's own values of the optimizer, such as its loss scaler.
+
+    A scaler that has other attributes than the saved one stays as it is.
+    """
     scaler, saved = getattr(optimizer, "loss_scaler", None), values.get("loss_scaler")
     if scaler is not None and isinstance(saved, Mapping) and vars(scaler).keys() == saved.keys():
         vars(scaler).update({key: value for key, value in saved.items() if key != "dtype"})
@@ -276,7 +279,10 @@ def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:
 
 
 def _set_engine(engine: Any, values: Mapping[str, Any], *, with_scheduler: bool) -> None:
-    """Restore the counters of an engine and the state of its data sampler; with `with_scheduler`, also of its scheduler."""
+    """Restore an engine's counters, and the state of its data sampler and its random layer-token dropping.
+
+    With `with_scheduler`, also restore the state of its learning-rate scheduler.
+    """
     if with_scheduler and engine.lr_scheduler is not None and values.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(values["lr_scheduler"])
     engine.global_steps = values.get("global_steps", engine.global_steps)

@@ -55,12 +55,12 @@ class Shard:
 
 
 class TensorParallel:
-    """How DeepSpeed divided parameters among tensor-parallel ranks, as a file of model states describes it.
+    """How DeepSpeed divided parameters among tensor-parallel ranks, as ``universal_checkpoint_info`` describes it.
 
     Parameters
     ----------
     info
-        ``universal_checkpoint_info`` of a file of model states.
+        ``universal_checkpoint_info`` of a file of model states, or of a live module.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
@@ -199,7 +199,10 @@ class ModelParallelParts:
         return self._home.setdefault(fqn, mp) == mp
 
     def shards(self, mp: int, params: Params) -> list[Shard]:
-        """Return the part of each parameter that model-parallel rank `mp` holds; no segments if an earlier stage holds it."""
+        """Return the part of each parameter that model-parallel rank `mp` holds.
+
+        A part has no segments if a lower rank has all of it: an earlier stage, or another tensor-parallel rank.
+        """
         if self.parallel is not None:
             return [self.tensor_parallel_shard(mp, fqn) for fqn in params.names]
         return [
@@ -247,7 +250,10 @@ class Parallel:
             self._shapes = values_of_all("share shapes of", "tensor-parallel parameters", own_shapes, process_group=group)
 
     def saves(self, fqn: str) -> bool:
-        """Tell whether this rank saves its part of a parameter. It does not if an earlier stage of the pipeline has it too."""
+        """Tell whether this rank saves its part of a parameter. It does not if an earlier stage of the pipeline has it too.
+
+        For loading, this is True for every parameter.
+        """
         return fqn not in self._elsewhere
 
     def shard(self, fqn: str, local: Ints) -> Shard:

@@ -174,7 +174,7 @@ def _rank(match: re.Match[str]) -> Rank:
 
 
 def _check_complete(files: TagFiles, where: str) -> None:
-    """Check that no file of any model-parallel and data-parallel rank is missing."""
+    """Check that no rank lacks a file that it should have: one of model states, and one of the optimizer if any rank has one."""
     num_mp = 1 + max(mp for mp, _ in (*files.models, *files.optimizers))
     num_dp = 1 + max(dp for _, dp in (*files.models, *files.optimizers))
     divided = any(key.startswith("zero_pp_rank_") for key in files.models.values())  # ZeRO-3: each rank has a model file

@@ -255,7 +255,10 @@ class _Tag:
                 add_whole(self._builder, layer.file, name, layer.view)
 
     def _add_experts(self) -> None:
-        """Add tensors of experts, except those whose master weights were added. Without ZeRO, refuse their optimizer state."""
+        """Add tensors of experts, except those whose master weights were added.
+
+        Without ZeRO, nothing names the optimizer state of experts, so the whole optimizer becomes unreadable.
+        """
         for key in self._experts:
             file = self._reader.open(key)
             for fqn, view in file.content.items() if isinstance(file.content, dict) else ():

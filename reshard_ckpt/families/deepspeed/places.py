@@ -126,7 +126,7 @@ def striped_runs(params: Params, num_ranks: int, rank: int) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """One parameter group on one rank: its flat tensors by key (`MASTER`, ``exp_avg``, …), and other state, such as ``step``."""
+    """One flat group on one rank: its flat tensors by key (`MASTER`, ``exp_avg``, …), and other state, such as ``step``."""
 
     params: Params
     runs: Runs

@@ -28,7 +28,7 @@ from .names import LATEST
 
 
 def is_whole(folder: Path) -> bool:
-    """Tell whether the Trainer can resume from a folder: it has the Trainer's state, and a committed checkpoint of DeepSpeed."""
+    """Tell whether the Trainer can resume from a folder: its own state is there, and no save of DeepSpeed is unfinished."""
     is_begun = any(folder.glob("global_step*"))
     return (folder / "trainer_state.json").exists() and (not is_begun or (folder / LATEST[0]).exists())
 

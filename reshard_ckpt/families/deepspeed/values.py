@@ -217,7 +217,7 @@ class StateAdder:
             self.builder.unreadable(f"{OPTIMIZER}.{name}", error)
 
     def tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
-        """Add the tensors and values of nested dicts to the catalog; each one that cannot be read becomes unreadable."""
+        """Add the tensors and values of a tree (see `_children`) to the catalog; each that cannot be read becomes unreadable."""
         for at, leaf in flatten(value, _children, path, max_depth=MAX_DEPTH):
             name = name_of(step[0] if isinstance(step, tuple) else step for step in at)
             with self.builder.reading(name):

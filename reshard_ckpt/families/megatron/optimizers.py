@@ -186,7 +186,7 @@ class DistributedLeaf(Leaf):
 
 @dataclass(frozen=True)
 class ChainLeaf(Leaf):
-    """A chain of distributed optimizers in a tree. Megatron makes one if experts are parallel, and else a chain of one."""
+    """A chain of distributed optimizers in a tree. Megatron makes one if experts are parallel, or a chain of one."""
 
     parts: tuple[DistributedLeaf, ...]
 
@@ -261,7 +261,7 @@ def _tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def unplaced_state(node: Node, catalog: Catalog) -> list[str]:
-    """Return a line for each kind of saved state (such as ``exp_avg``) that a distributed optimizer has no tensor for.
+    """Return a line for each saved tensor of state (``exp_avg`` of a parameter) for which a distributed optimizer has none.
 
     Only parameters whose master weight this optimizer holds are looked at.
     """

@@ -196,7 +196,10 @@ class RankTensors:
         return dtypes.pop(), shapes.pop(), parts
 
     def _of_all_ranks(self, key: Key) -> list[list[Held]]:
-        """Return the copies of a tensor on each tensor-parallel rank. Refuse a tensor that a rank lacks or that has strides."""
+        """Return, by tensor-parallel rank, all replicas of its shard of a tensor.
+
+        Refuse a tensor that a rank lacks, or that is not row-major.
+        """
         found = self.held[key]
         absent = set(range(self.num_tp)) - found.keys()
         example = next(iter(found.values()))[0]
@@ -247,7 +250,7 @@ class RankTensors:
         Raises
         ------
         UnsupportedError
-            They contradict the rule.
+            The bytes contradict the rule.
         """
         if not cut.prove:
             return

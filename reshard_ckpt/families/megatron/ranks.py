@@ -34,7 +34,7 @@ Rank = tuple[int, int, int]
 
 
 def is_per_rank(storage: Storage) -> bool:
-    """Return whether a folder has a file of Megatron for each model-parallel rank."""
+    """Return whether a folder is of Megatron's kind with a file for each model-parallel rank; some may be missing."""
     return any(_FILE.fullmatch(key) for key, _ in storage.list())
 
 

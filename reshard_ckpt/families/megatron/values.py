@@ -94,7 +94,10 @@ def add_value(builder: CatalogBuilder, path: Path, made: Any, file: TorchFile) -
 
 
 def _children_of(made: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the items of a dict or a Namespace; None for any other object, which is one value."""
+    """Return the items of a dict or a Namespace; None for any other object, which is one value.
+
+    A dict that is empty, or has other keys than texts and ints, is one value too.
+    """
     attributes = attributes_of(made) if class_of(made) == NAMESPACE else None
     node = made if attributes is None else {**attributes, NAMESPACE_TAG: NAMESPACE}
     is_tree = isinstance(node, dict) and all(isinstance(key, str | int) and not isinstance(key, bool) for key in node)
@@ -114,7 +117,7 @@ def mark_namespaces(root: Any, catalog: Catalog) -> None:
 def metadata_of(tree: Any, common_file: bytes | None = None) -> dict[str, Any]:
     """Return the metadata that the calls save with a tree.
 
-    They mark that names are Megatron's keys, list the paths of Namespaces, and have the digest of `common_file`.
+    They mark that names are Megatron's keys, list the paths of Namespaces, and have the digest of `common_file`, if given.
     """
     digest = {} if common_file is None else {COMMON_FILE: hashlib.sha256(common_file).hexdigest()}
     return {NAME: {"namespaces": [list(path) for path in _namespaces(tree, ())], **digest}}

@@ -145,7 +145,7 @@ def opened(checkpoint_state: Mapping[str, Any], *, loading: bool) -> dict[str, A
 def job_mesh(checkpoint_state: Mapping[str, Any]) -> dict[str, int] | None:
     """Return the axes and sizes of the job's mesh, from a DTensor of veScale's class whose mesh has all ranks in order.
 
-    Return None if the model has no such DTensor.
+    Return None if the model has no such DTensor, or torch.distributed is not initialized.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None

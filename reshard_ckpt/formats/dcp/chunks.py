@@ -180,7 +180,10 @@ class ChunkPlaces:
             self._files[file] = self._builder.file(file, self._sizes[file] or 0, int(writer[1]) if writer else 0)
 
     def add(self, fqn: str, chunk: Chunk, data: memoryview) -> None:
-        """Parse the head of one chunk, `data`, and add its parts to its tensor; if that fails, note the tensor's error."""
+        """Parse the head of one chunk, and add its parts to its tensor; if that fails, note the tensor's error.
+
+        `data` are the first bytes of the chunk; they are ignored if the head is in the metadata.
+        """
         if fqn in self.unreadable:
             return
         name = f"{self._storage.url}: {fqn}"

@@ -127,7 +127,7 @@ def _children(node: Any) -> Iterable[tuple[Key, Any]] | None:
 
 
 def renumbered(path: KeyPath, optimizer: KeyPath, named: Mapping[str, str]) -> KeyPath:
-    """Replace a parameter's number by its name, from `named`, if a path leads into the state of this optimizer."""
+    """Replace a parameter's number by its name, from `named`, in a path into the state of this optimizer; other paths stay."""
     at = len(optimizer)
     if path[:at] == optimizer and len(path) > at + 1 and path[at] == STATE and str(path[at + 1]) in named:
         return (*optimizer, STATE, named[str(path[at + 1])], *path[at + 2 :])
