@@ -1,4 +1,4 @@
-"""Save and load checkpoints: the package with all public functions. Each function calls the steps in other packages in order."""
+"""Save and load checkpoints: the public functions. Each one calls the steps that other packages have, in order."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ UNREADABLE = "unreadable"
 
 
 def _kinds(catalog: Catalog) -> dict[str, str]:
-    """Map every name in a catalog to its kind: ``"tensor"``, ``"value"``, or that the entry cannot be read."""
+    """Map every name in a catalog to its kind: ``"tensor"``, ``"value"``, or `UNREADABLE` if the entry cannot be read."""
     kinds = dict.fromkeys(catalog.names, "tensor") | dict.fromkeys(catalog.value_names, "value")
     return kinds | dict.fromkeys(catalog.unreadable, UNREADABLE)
 

@@ -370,9 +370,9 @@ def parse_size(size: int | str) -> int:
 
 @contextmanager
 def _made(comm: Comm, place: AbstractContextManager[Any]) -> Iterator[Any]:
-    """Enter a `new_file` or `new_folder` on rank 0, and yield its path on all ranks. Collective.
+    """Enter a `new_file` or `new_folder` on rank 0, and yield on all ranks the path or paths that it yields. Collective.
 
-    Once all ranks have left the block, the result is in its place.
+    Once a rank has left the block, the result is in its place.
     """
     with ExitStack() as stack:
         yield value_of_first(comm, lambda: stack.enter_context(place))

@@ -29,7 +29,7 @@ def steps_in(values: Iterable[ValueSpec | ValueEntry]) -> dict[str, Any]:
 
 
 def step_in(values: Iterable[ValueSpec | ValueEntry]) -> int | None:
-    """Return the integer that all values called ``step`` have; None if there is no such value, or if they have several."""
+    """Return the integer of the values called ``step``; None if none of them is an integer, or if their integers differ."""
     found = {step for step in steps_in(values).values() if isinstance(step, int) and not isinstance(step, bool)}
     return found.pop() if len(found) == 1 else None
 

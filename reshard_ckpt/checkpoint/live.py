@@ -58,8 +58,8 @@ def reshard_live(
         receives in memory of its own.
     memory_bytes
         Upper bound of the memory for messages on this rank, at least 1 MiB, in addition to the memory of `staged`; the same on
-        all ranks. This memory, and the plan, are kept for the next call with the same process group, until the group is
-        destroyed.
+        all ranks. The next call with the same process group uses this memory again if it fits, and the plan too, unless it is
+        large or `rename` is a function: both are kept until the group is destroyed.
     timeout_s
         Seconds to wait for another rank before giving up.
 

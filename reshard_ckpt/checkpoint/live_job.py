@@ -4,7 +4,8 @@
    `reshard_live` (`Job.reshard_once`) takes the plan of the last call instead, if it still fits on all ranks.
 2. `Job.move_opened` moves the state that was opened so, in the same session.
 3. `Job.move_again` opens both states again, and checks that their layouts are unchanged. Ranks meet once over the job's store:
-   each says whether its values have changed or something has failed. Only if a rank says so, a session is opened.
+   each says whether its values have changed or something has failed. A session is opened if a rank says so, or fails later. If
+   replicas are compared, or no rank sends anything, ranks open the session at once instead.
 4. `Move` is one move of the state. When all ranks have received everything, it copies staged tensors into place and sets values.
 """
 
@@ -294,7 +295,8 @@ class Job:
 
         Collective. If replicas are compared, or if no rank sends anything, all ranks open a session. Otherwise they call
         `Turn.meet`, and then run the exchanges. If any rank's flags are set, all skip the exchanges and open a session: there
-        they share values and start over, or `settle` raises the failure on all ranks.
+        they share values and start over, or `settle` raises the failure on all ranks. If a rank fails in the exchanges, all open
+        a session for `settle` too.
         """
         self._first = None
         running = [exchange for exchange in self.exchanges if exchange is not None]
@@ -324,7 +326,10 @@ class Job:
         raise AssertionError("settle raises where a rank has failed")
 
     def _opened_as_known(self) -> tuple[Move, bool]:
-        """Open both states, given the values of all ranks that are known. Also return whether this rank's own have changed."""
+        """Open both states, with the values of all ranks as they were shared last.
+
+        Also return whether this rank's own values have changed since then. If they have, nothing is opened.
+        """
         opened, failure, has_changed = None, None, False
         try:
             captured = self._states.capture()
@@ -336,7 +341,7 @@ class Job:
         return Move(self, opened, failure), has_changed
 
     def _again_in(self, comm: Comm) -> LoadReport:
-        """Open a session in which all ranks share their values; then move the present content of the state."""
+        """Share the values of all ranks in a session that is open; then move the present content of the state. Collective."""
         captured = self._states.capture()
         self._values.share(comm, captured.values, self.plan.source.tables)
         opened, failure = None, None
@@ -371,7 +376,8 @@ class Job:
     def _opened_by_plan(self, captured: Captured) -> Opened:
         """Open both states, and check that the kept plan still fits.
 
-        It fits if both states have the layouts and the shared memory that it was made for, and the same values do not fit.
+        It fits if both states have the layouts and the shared memory that it was made for. Unless ``strict=False``, every value
+        must fit too that fitted when the plan was made.
 
         Raises
         ------

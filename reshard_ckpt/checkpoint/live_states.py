@@ -163,7 +163,7 @@ class States:
         return digest128(msgpack.packb([repr(self._options), target.prefixes, target.unplaced, opened.names, values]))
 
     def skips_host(self, local: LocalShards) -> list[bool]:
-        """Return for each tensor in memory whether messages can carry it from its device, without a copy in host memory."""
+        """Return for each row (piece) whether messages can carry it from its device, without a copy in host memory."""
         if self._options.delta:  # snapshots are compared in host memory
             return [False] * len(memory_rows(local))
         known: dict[str, bool] = {"cpu": False}
@@ -174,7 +174,10 @@ class States:
         return [known[tensor.device.type] for tensor in memory_rows(local)]
 
     def device(self, opened: Opened) -> torch.device:
-        """Return the device for messages that bypass host memory: the device of the first tensor that such messages carry."""
+        """Return the device for messages that bypass host memory: the device of the first tensor that such messages carry.
+
+        If they carry none, it is the accelerator of this process, or host memory if it has none.
+        """
         both = (opened.held, opened.wanted)
         travel = (tensor.device for local in both for tensor in compress(memory_rows(local), self.skips_host(local)))
         return next(travel, current_accelerator() or HOST)

@@ -123,7 +123,7 @@ def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> b
 
 
 def load_plotting() -> ModuleType:
-    """Import the package that draws. This waits until something is drawn: it needs the extra ``plot``, and takes time."""
+    """Import the package that draws, only when something is drawn: it needs the extra ``plot``, and takes time to load."""
     try:
         from .. import plotting
     except ImportError as error:

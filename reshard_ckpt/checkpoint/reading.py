@@ -130,6 +130,8 @@ def write_manifest(path: Path, *, workers: int | None = None, progress: bool | O
     ------
     CheckpointNotFound
         The path holds no checkpoint.
+    UsageError
+        The checkpoint is of another format.
     CorruptError
         The checkpoint is damaged; no manifest was made.
     """

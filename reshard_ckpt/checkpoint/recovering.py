@@ -367,9 +367,9 @@ class Recovery:
         went_back: str = "",
         lost_values: Sequence[str] = (),
     ) -> RecoveryReport:
-        """Add up the bytes of all ranks by source, record the step that training continues from, and make the report.
+        """Add up the bytes of all ranks by source, and make the report. Collective: a gather and a broadcast.
 
-        Collective: a gather and a broadcast.
+        If the survivors kept their state (`moved`), also record their step as the one from which training continues.
         """
         own = dict.fromkeys(SOURCES, 0)
         if moved is not None:

@@ -35,7 +35,7 @@ class Preview(str):
 
 
 def _guide(name: str) -> str:
-    """Return the tree's vertical lines for the second line of a name that is folded over several lines."""
+    """Return the tree's vertical lines that lead down to the row of `name`: they indent a folded name in the row above."""
     found = _GUIDES.match(name)
     return found[0].translate(str.maketrans("├└─", "││ ")) if found else ""
 
@@ -105,7 +105,7 @@ class Columns:
         yield table
 
     def _paragraph(self, row: Sequence[str], room: int) -> Iterator[str]:
-        """Yield the lines of a row that is written as a paragraph: its name first, then each other cell with its heading."""
+        """Yield the lines of a row that is written as a paragraph: the cells up to its name, then the others with headings."""
         first = self._name_column + 1
         parts = (
             cell if heading == "name" else f"{heading} {cell}" for heading, cell in zip(self.headings, row[:first], strict=False)

@@ -37,7 +37,7 @@ def late_refusal(call: bytes, rank: int) -> Refusal:
 def expired_refusal(title: str, absent: tuple[int, ...], timeout_s: float) -> Refusal:
     """Make the refusal (the error for all ranks) when the time of a step is over.
 
-    It blames the absent ranks, or rank 0 if no rank is absent.
+    It blames the absent ranks, or rank 0 if no rank is known to be absent.
     """
     if absent:
         return Refusal("PeerError", f"{title}: {did_not_arrive(absent, timeout_s)}", absent, absent=absent)

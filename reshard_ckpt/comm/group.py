@@ -168,7 +168,7 @@ def _prefix(group: dist.ProcessGroup) -> str:
 
 
 def _shared_connection() -> StoreConnection | None:
-    """Return the `StoreConnection` to the job's own store, which all groups share; None if that store has no `append`."""
+    """Return the `StoreConnection` to the job's own store, which all groups share; None without a store that can append."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _CONNECTIONS:

@@ -138,7 +138,7 @@ class Home:
         return found[0]
 
     def _reach(self, record: bytes, timeout_s: float) -> Any:
-        """Connect to the store at an address that was read. Return None if no store answers there, or another job's store."""
+        """Connect to the store at an address that was read; None if no store answers, or that of another job or attempt."""
         probe_s = min(_PROBE_S, max(timeout_s, _LEAST_PROBE_S))
         try:
             nonce, port, host = record.decode().split(" ")

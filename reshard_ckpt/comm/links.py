@@ -251,7 +251,10 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def serving(
     links: Links, keys: Sequence[str], lend: Callable[[str, int, int], AbstractContextManager[memoryview]]
 ) -> Iterator[Serving]:
-    """Serve this rank's files to other ranks during the ``with`` block, and after it until the others have read theirs."""
+    """Serve this rank's files to other ranks during the ``with`` block, and after it until the others have read theirs.
+
+    After the block this takes at most the ``timeout_s`` of the links, or 5 s if the block has failed.
+    """
     server = Serving(links, keys, lend)
     try:
         yield server

@@ -67,7 +67,7 @@ class Neighbours(NamedTuple):
         return self.node.peers.ended(self.store)
 
     def ranks(self) -> tuple[int, ...]:
-        """Return all ranks of this machine, ascending. All ranks of the job must have met in a session before."""
+        """Return all ranks of this machine, ascending. All ranks of the group must have met in a session before."""
         return self.node.peers.ranks(self.store)
 
 
@@ -123,7 +123,7 @@ class NodeComm(StoreComm):
     def _join(self, node: Node, root: BoundedStore) -> None:
         """Start the store of this machine on its first rank, and connect the others.
 
-        Does nothing on rank 0's machine, or if the machine has one rank.
+        Starts none on rank 0's machine, on a machine with one rank, or before torch 2.8.
         """
         first, *others = self._ranks_near()
         if first and others and hasattr(_STORES.TCPStore, "clone"):

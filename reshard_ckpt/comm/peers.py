@@ -45,7 +45,7 @@ class Peers:
     def ranks(self, store: KeyValueStore) -> tuple[int, ...]:
         """Return the registered ranks of this machine, ascending.
 
-        They are complete once the job's ranks have met in a session.
+        They are complete once all ranks of the group have met in a session.
         """
         self._look(store)
         return tuple(sorted({int(rank) for rank, _, _ in self._processes}))

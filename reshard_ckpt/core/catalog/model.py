@@ -216,7 +216,8 @@ class Catalog:
     files
         The shard files, each with ``key``, ``size`` and ``rank``.
     unreadable
-        Names of tensors and values of a foreign checkpoint that cannot be read, each with the error that says why.
+        Names of tensors and values of a foreign checkpoint that cannot be read, each with the error that says why. They are in
+        no table.
     lossy
         By name, a text for each tensor that is not saved exactly: parts of it are older than the save, or rounded to fewer bits.
     compacted_from

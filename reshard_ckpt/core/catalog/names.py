@@ -244,7 +244,9 @@ def unwrapped(name: str) -> str:
 
 
 def unwrapped_keys(keys: Sequence[str]) -> list[str]:
-    """Return the keys of one state dict without the parts that wrappers added. ``module`` is dropped if all keys begin with it.
+    """Return the keys of one state dict without the parts that wrappers added.
+
+    A first part ``module`` is dropped, once, if all keys but ``n_averaged`` begin with it.
 
     >>> unwrapped_keys(["module._orig_mod.0.weight", "module._orig_mod.0.bias", "n_averaged"])
     ['0.weight', '0.bias', 'n_averaged']

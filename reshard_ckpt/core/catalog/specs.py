@@ -127,8 +127,8 @@ class StateLink(NamedTuple):
 class TensorSpec:
     """The description of one tensor on one rank; ``pieces`` are the parts that the rank holds (saving) or wants (loading).
 
-    ``dtype`` is a code of the safetensors format (``"F32"``, ``"BF16"``, …). ``placement`` has the mesh axes whose placement the
-    state declares; the planner derives those of the other axes from the pieces of all ranks.
+    ``pieces`` may be empty. ``dtype`` is a code of the safetensors format (``"F32"``, ``"BF16"``, …). ``placement`` has the mesh
+    axes whose placement the state declares; the planner derives those of the other axes from the pieces of all ranks.
     """
 
     name: str
