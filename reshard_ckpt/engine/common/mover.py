@@ -206,7 +206,7 @@ class Mover:
     def _pairs(self, key: tuple[Hashable, ...], make: Callable[[], list[tuple[View, View]]]) -> list[tuple[View, View]]:
         """Return the (target view, source view) pairs that are cached under `key`.
 
-        If there are none, make them, and cache them if they are few.
+        If there are none, make them. Cache them, unless this mover keeps no views or has more than `MAX_VIEWS` parts.
         """
         pairs = self._views.get(key)
         if pairs is None:
@@ -281,7 +281,7 @@ class _Schedule:
         return self._rows[self._of(number)]
 
     def sizes(self, number: int, num_bytes: I64, size: int) -> list[int]:
-        """Return how many bytes each rank at the other end sends or receives in a round.
+        """Return, for each rank at the other end, how many bytes of a round go between it and this rank.
 
         `num_bytes` has the bytes of each part; `size` is the number of ranks.
         """

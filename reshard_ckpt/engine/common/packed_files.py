@@ -1,6 +1,7 @@
 """Shard files with packed rows (of 8 or 4 bits an element, `core.catalog.packed`), read and written by their plain contents.
 
-The *plain* file is the file as it would be without packing: offsets in the catalog count its bytes.
+The *plain* file is the file with its packed rows decoded, so with rounded elements at full size. Offsets in the catalog count its
+bytes.
 """
 
 from __future__ import annotations

@@ -108,7 +108,10 @@ class SharedTally(Tally):
                 self._send()
 
     def finish(self) -> None:
-        """On rank 0, report all bytes as done; on any other rank, send the bytes that it has not yet sent."""
+        """On rank 0, report all bytes as done; on any other rank, send the bytes that it has not yet sent.
+
+        A process on its own does nothing here: it has reported each addition.
+        """
         if self._comm.size > 1:
             with self._lock:
                 if self._comm.rank:
@@ -243,7 +246,7 @@ _THREADS = {"reshard-ckpt-stage": "stage", "reshard-ckpt-save": "save"}
 
 
 class CommCall(NamedTuple):
-    """One message between this rank and rank 0: whether it went to rank 0 (else it came from there), and when.
+    """One call with messages between rank 0 and all ranks: whether they went to rank 0 (else they came from it), and when.
 
     `began` and `ended` are the times of the call on this rank, in seconds on its own clock.
     """

@@ -110,7 +110,10 @@ def _age_s(text: str) -> float:
 
 @contextmanager
 def kept_for_reader(storage: Storage, save_id: str) -> Iterator[None]:
-    """Keep the files of a save while the ``with`` block reads them: a thread writes a reader's note and renews it."""
+    """Keep the files of a save while the ``with`` block reads them: a thread writes a reader's note and renews it.
+
+    It is for stores without locks. A block that takes less than `NOTE_EVERY_S` makes no request. Errors of the store are dropped.
+    """
     ended = threading.Event()
     key = f"{save_id}/reader-{uuid.uuid4().hex}"
 

@@ -166,7 +166,10 @@ class _NewNames:
         return ".".join(parts[num_parts(root) :]) or new
 
     def listed(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-        """Return the new FQNs of the parameters in each parameter group. A parameter without state is found by its name."""
+        """Return the new FQNs of the parameters in each parameter group.
+
+        A parameter with state has the FQN that its state has got; one without state is found by its name.
+        """
         stateless = {str(p) for group in groups for p in group["params"]} - {fqn for o, fqn in self._fqns if o == optimizer}
         parameters = find_parameters(stateless, (name for name in self.catalog.names if name not in self._old))
         head = state_name(self._optimizer(optimizer))

@@ -77,7 +77,7 @@ class Traffic(Protocol):
 class Buffers:
     """The buffers and the shared memory for messages.
 
-    They are kept from exchange to exchange, and grow to the largest size needed.
+    They are kept from exchange to exchange. The buffers grow to the largest size needed; the shared memory keeps its first size.
 
     Parameters
     ----------
@@ -389,7 +389,7 @@ _OVERWRITTEN = "already overwritten, wholly or in part"
 
 
 def overwritten_text(names: Sequence[str]) -> str:
-    """Return a text that names the tensors which have been overwritten, for an error's message."""
+    """Return a text that names the overwritten tensors, or says that there are none, for an error's message."""
     return f"{_OVERWRITTEN}: {few(names)}" if names else NOTHING_CHANGED
 
 

@@ -140,7 +140,7 @@ class SectionWriter:
                 self._hasher.close()
 
     def sync(self) -> None:
-        """Make the blocks written so far durable."""
+        """Make the written blocks durable, and close the file. Call it once the section is full."""
         if self._writer is not None:
             self._writer.finish()
 

@@ -352,7 +352,7 @@ def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str], grace_s
 def alone_with(root: Storage, folder: str) -> Iterator[bool]:
     """Lock a step against readers inside a ``with`` block; yield whether that succeeded, False if somebody reads the step now.
 
-    A step without a catalog has no readers.
+    A step without a catalog has no readers. In a store without locks nothing is locked, and the block gets True.
     """
     try:
         lock = root.lock(f"{folder}/{CATALOG_KEY}")

@@ -60,7 +60,10 @@ class LocalPiece(NamedTuple):
 
 
 class LocalRun(NamedTuple):
-    """Consecutive elements of a local piece: `num_elements` from element `start` of the row-major order of the piece's box."""
+    """Consecutive elements of a local piece: `num_elements` from element `start` of the row-major order of the piece's box.
+
+    All of them lie within the piece's own run of the box.
+    """
 
     local: LocalPiece
     start: int
@@ -289,7 +292,7 @@ def streams_of(device: torch.device) -> DeviceStreams:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device runs its work on torch streams, as GPUs do and the CPU does not."""
+    """Whether torch queues the work of a device on streams, as on CUDA devices, but not on the CPU or MPS."""
     if device.type in _WITHOUT_STREAMS:
         return False
     accelerator = current_accelerator()
@@ -321,7 +324,7 @@ class CopyStreams:
     def entered(self) -> Iterator[None]:
         """Make each device's `link` stream the current one in a ``with`` block.
 
-        If the block fails, wait for the copies that it queued.
+        If the block fails, wait for all queued copies, because nobody else will.
         """
         with ExitStack() as before:
             try:
@@ -351,10 +354,7 @@ class CopyStreams:
 
 
 class Scratch:
-    """Two scratch buffers on a device, used in turn: while one is copied over the link, the other one is packed.
-
-    A load uses them the other way round: one is filled from the host while the other one is unpacked.
-    """
+    """Two scratch buffers on a device, used in turn: while one is copied over the link, the other one is packed."""
 
     def __init__(self, streams: DeviceStreams, num_bytes: int = PACK_BYTES) -> None:
         self._streams = streams

@@ -139,7 +139,10 @@ def wants_of(reads: ReadPlan, plan: LoadPlan) -> Wants:
 
 
 def _window_of(reads: ReadPlan, file: I64, window: I64) -> I64:
-    """Return, for each item of a load plan, the index of the window of `reads` in which it lies. The windows must be sorted."""
+    """Return the index in `reads` of each window, which is given by its file and its number there.
+
+    `reads` must be sorted, and have all these windows.
+    """
     # file * step + window is unique and keeps the order, so one binary search finds each item's window.
     step = int(max(reads.window.max(initial=0), window.max(initial=0))) + 1
     return np.searchsorted(reads.file * step + reads.window, file * step + window)
@@ -254,7 +257,7 @@ def _send_wanted_boxes(exchange: Exchange, taken: _Boxes) -> _Boxes:
 
 
 def _plan_for_all(plan: LoadPlan, own: Mask, asked: _Boxes) -> LoadPlan:
-    """Return a plan of all that this rank must read: its own items where `own` is true, and the boxes in `asked` for other ranks.
+    """Return a plan that reads this rank's own items where `own` is true, and the boxes in `asked` for other ranks.
 
     The plan is only for reading; it has no targets.
     """
@@ -417,7 +420,8 @@ class _SharedWindows(Mover):
     def read(self, window: int) -> memoryview:
         """Read and verify a window, and put this rank's own items of it into their targets.
 
-        Return the window's bytes, as one buffer from the first to the last byte read.
+        Return the window's bytes, as one buffer from the first to the last byte read. It has gaps: bytes between the extents that
+        were read are undefined. With ``copy=False`` in the task, only verify.
         """
         task, reads, number = self._reader.task, self._reads, self._numbers[window]
         extents, file = slice(*reads.extent_start[window : window + 2]), int(reads.file[window])

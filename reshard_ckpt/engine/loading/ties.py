@@ -84,7 +84,9 @@ def shared_memory(tensors: Sequence[torch.Tensor], pieces: PieceColumns) -> list
 
 
 def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify: bool) -> list[str]:
-    """Return one line of text for each tie whose targets would get different bytes from the checkpoint. No target changes.
+    """Return one line of text for each tie that a load must refuse. No target changes.
+
+    Its targets would get different bytes from the checkpoint, or one of them is not aligned for its dtype.
 
     Raises
     ------

@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
 def vote(
     comm: Comm, catalog: Catalog, resolved: Resolved, wanted: Wanted, options: LoadOptions, *, hints: Sequence[str] = ()
 ) -> VoteResult:
-    """Merge the problems of all ranks, and on every rank raise or return the same. Collective: a gather and a broadcast.
+    """Merge the problems of all ranks, and raise or return the merged ones on every rank. Collective: a gather and a broadcast.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
 def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[tuple[str, ...]]], named: set[int]) -> list[tuple[str, str]]:
     """For problems about a missing name, return pairs: the line, and the line with the most similar saved name as a suggestion.
 
-    Only the lines that a message shows are looked at.
+    Only the lines that a message shows are looked at. A line without a similar name is left out.
     """
     shown = [Problem(*each) for kind in ("missing", "values") for each in problems[kind][:MAX_NAMED]]
     missing = [problem for problem in shown if problem.what == MISSING]

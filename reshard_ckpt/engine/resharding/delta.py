@@ -189,7 +189,7 @@ class DeltaMover(LiveMover):
 
 
 def _raw(part: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """Return the elements of a part on the host, 1-D, as integers of the same bits: a view if possible, else a copy."""
+    """Return a part's elements in dtype `wire` on the host, as 1-D integers of the same bits: a view if possible, else a copy."""
     flat = part.detach().to("cpu", wire).contiguous().reshape(-1)
     return flat.view(INTS[wire.itemsize])
 
@@ -199,9 +199,9 @@ def _sized(chosen: Sequence[bool], num_bytes: int) -> list[int]:
 
 
 class _SmallMessages:
-    """Sends one small message to each rank, in one round. `make` makes the message for a rank, `take` receives one.
+    """A `Traffic` of one round of small messages. `make` makes the message for a rank, `take` takes the message of a rank.
 
-    ``sent[r]`` and ``received[r]`` are the bytes of the messages to and from rank r.
+    ``sent[r]`` and ``received[r]`` are the bytes of the messages to and from rank r; 0 for no message.
     """
 
     num_rounds = 1

@@ -41,7 +41,7 @@ def memory_rows(local: LocalShards) -> list[torch.Tensor]:
 
 
 class Moves(NamedTuple):
-    """The plan of an exchange for one rank: the parts that it sends, receives or keeps, and the number of rounds.
+    """The plan of an exchange for one rank: the parts that it sends, receives or keeps, and the number of rounds of all ranks.
 
     Parts that travel through host memory have ``num_rounds[0]`` rounds, parts that travel from device to device
     ``num_rounds[1]``.

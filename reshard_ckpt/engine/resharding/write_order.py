@@ -74,7 +74,7 @@ def group_ranks(mesh: Mesh, shared: frozenset[int]) -> list[list[int]]:
 def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], rank: int, num: int) -> list[list[int]]:
     """Divide groups of ranks over `num` processes so that each writes about as many bytes; return the groups of process `rank`.
 
-    A group may be cut between two processes, and into parts of at most `MAX_FILES` ranks.
+    A group may be cut between processes, and into parts of at most `MAX_FILES` ranks.
 
     Parameters
     ----------

@@ -2,8 +2,8 @@
 
 1. Rank 0 reads the catalog and the folders that the path holds (`read_previous`), before any rank makes a file.
 2. Every rank writes its part and sends a receipt (`write_and_commit`).
-3. Rank 0 gathers the receipts (`commit`), compares the fingerprints of replicas, syncs the folders that name the files of all
-   ranks, sees every file by name and size, and publishes the catalog. After this one step the checkpoint exists. It is refused
+3. Rank 0 gathers the receipts (`commit`), syncs the folders that name the files of all ranks, compares the fingerprints of
+   replicas, sees every file by name and size, and publishes the catalog. After this one step the checkpoint exists. It is refused
    unless the catalog at the path is still that of step 1.
 4. Only then rank 0 deletes files that the new catalog does not refer to, in the folders that step 1 has seen.
 
@@ -66,7 +66,7 @@ from .write import Chunks, chunks_in_place, keys_of, lay_out, remove, write_file
 
 
 def read_previous(storage: Storage) -> PreviousCheckpoint:
-    """Return the catalog's bytes and the folders that a path holds before a save. For rank 0, before any rank makes a file."""
+    """Return a path's present catalog (bytes and version) and folders. In a save, rank 0 calls it before any file is made."""
 
     def catalog() -> tuple[bytes | None, Version]:
         try:
@@ -457,7 +457,7 @@ def _put_catalog_back(storage: Storage, before: PreviousCheckpoint | None, versi
 
 
 def _check_base_unchanged(base: Base, storage: Storage) -> None:
-    """Raise `MissingKey` if the base of an incremental save has changed, so that files which the save refers to may be gone.
+    """Raise `MissingKey` if the base has changed since the save opened it, so that files which the save refers to may be gone.
 
     A job that replaces the base first publishes its own catalog, and then looks for catalogs that refer to the old files. So
     either it finds the catalog that this save has published, or this save finds the new one.

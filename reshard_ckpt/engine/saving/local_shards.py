@@ -83,12 +83,12 @@ _LOCAL_METADATA: Memo[tuple[list[TensorSpec], int, Mesh | None, dict[int, str]],
 
 
 def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[ValueSpec], list[LocalTensor], dict[int, str]]:
-    """Encode per-rank values and values too large for the catalog as blobs, which are saved like tensors.
+    """Make blobs, which are saved like tensors, of opaque values, per-rank values, and values too large for the catalog.
 
     Returns
     -------
     tuple
-        All values that this library can decode, without their bytes if they became blobs; the blobs; and for each per-rank blob,
+        All values that are not opaque, without their bytes if they became blobs; the blobs; and for each per-rank blob,
         by its index, the name of its value.
     """
     inline: list[ValueSpec] = []

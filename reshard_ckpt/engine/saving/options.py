@@ -208,7 +208,10 @@ class SaveJob:
         return sample_shift(self.save_id) if self.options.samples_replicas else None
 
     def report(self, written: Written) -> SaveReport:
-        """Return the report of a synchronous save: it ends now, and its caller has waited for all of it."""
+        """Return the report of a save that ends now, and tell the tracker of ``rows=`` that it is committed.
+
+        It counts all of the time as a stall. For a save in the background, `RunningSave.report` has the true stalls.
+        """
         if self.options.rows is not None:
             self.options.rows.committed(self.save_id)
         seconds = self.recorder.now() - self.recorder.began
