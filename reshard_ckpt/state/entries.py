@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Kind(Enum):
-    """The kinds of rows of a state. The first five are saved; the others stand for objects that later passes open."""
+    """The kinds of rows of a state. The first five are saved; the others stand for objects that the passes open."""
 
     TENSOR = auto()
     """A tensor: a plain one, a DTensor, a `LocalShard` or a `FlatShard`."""
@@ -65,7 +65,7 @@ class Entry:
     link
         The optimizer, the parameter and the key, if it is optimizer state.
     replication
-        For a plain tensor: whether other ranks hold replicas of it.
+        For a plain tensor, which declares nothing itself: how ranks treat a piece of it that several of them hold.
     owner
         The parameter, if the row is a tensor of optimizer state: a plain tensor is laid out like the parameter.
     memory, layout

@@ -190,7 +190,8 @@ class FlatState:
     Attributes
     ----------
     entries
-        The state of each part of a flat parameter, by the part's id: its run of each tensor, and all other values.
+        The state of each part that has state, by the part's id: its run of each tensor as large as this rank's part of the flat
+        parameter, and all other values as they are.
     """
 
     def __init__(self, own: MutableMapping[Any, dict[str, Any]]) -> None:

@@ -8,7 +8,8 @@ facts about it. Describing a state anew takes twice as long as showing that thes
    shape, strides, dtype, device, mesh and placements.
 2. Equal facts give equal specs, so the specs are cached by the facts. Each save finds the memory of the tensors anew, and encodes
    values anew, such as the hyperparameters of optimizers.
-3. Neither facts nor specs hold a tensor, a module or an optimizer, so the cache keeps nothing of a job alive.
+3. Neither facts nor specs hold a tensor, a module or an optimizer, so the cache keeps none of these alive, but only meshes and
+   placements.
 
 A state with anything else is described anew in each save: extra state of modules, modules of FSDP1, shards that are declared,
 tensors of other classes or with attributes, optimizers that hold others or have values in their state, and state dicts by number.
@@ -139,7 +140,10 @@ KNOWN = LastStates()
 
 
 def find_facts(trees: Sequence[Tree]) -> StateFacts | None:
-    """Return the facts about a state by which to find its cached description; None if the state may have other relevant facts."""
+    """Return the facts about a state by which to find its cached description.
+
+    None if the state may have other relevant facts, or has more than `MAX_TENSORS` tensors.
+    """
     facts: list[Any] = []
     tensors: list[Any] = []
     # others: parameters and keys of optimizers, which must be among the tensors

@@ -178,7 +178,11 @@ def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: RankSet) -> Mesh:
 
 
 def found_mesh(meshes: Iterable[DeviceMesh], group: RankSet, *, ddp_groups: Sequence[tuple[int, ...]]) -> Mesh | None:
-    """Find the job's mesh: the mesh of DTensors that spans all ranks, or one axis ``dp`` if DDP does; else None.
+    """Find the job's mesh, or return None if the state does not show it.
+
+    It is the mesh of a DTensor, or the mesh that it was sliced from, that spans all ranks; of several, the one with most axes.
+    Without one, it has no axes if the job has one rank, or one axis ``dp`` if every group of DDP spans all ranks and no DTensor
+    has a mesh of other ranks.
 
     `meshes` are the meshes of DTensors in the state, `ddp_groups` the ranks of each process group that DDP uses.
     """

@@ -210,6 +210,9 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
 def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:
     """Go from a wrapper to the wrapped module, through several wrappers if need be, for one part (`step`) of a state dict key.
 
+    It stops at the module behind the wrapper that `step` names, at a wrapper that has `step` as a name of its own, or at a module
+    that is not a wrapper.
+
     Returns
     -------
     The module inside the entered wrappers, whether `step` names the last of them, and whether one of them was DDP.

@@ -50,7 +50,7 @@ def is_numbered(value: Any) -> bool:
 
 
 def are_numbered_groups(value: Any) -> bool:
-    """Tell whether a value is a list of parameter groups whose ``"params"`` are numbers."""
+    """Tell whether a value is a list of one or more parameter groups whose ``"params"`` are ints."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -178,7 +178,7 @@ def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | Non
 
 
 def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups of a state dict by FQN in the form to save: single-parameter groups are merged."""
+    """Return the groups of a state dict by FQN in the form to save: those of a `GroupOfEach` are merged, others stay."""
     return groups.merged_groups() if isinstance(groups, GroupOfEach) else groups
 
 

@@ -4,8 +4,8 @@
 
 1. A parameter that a module or a dict holds is found by its identity.
 2. ``state_dict()`` hands out other tensors over the same memory. These are found by that memory, if they are exactly as large.
-3. If an optimizer's state dict gives the name of a parameter, the tensor of that name is found, for its layout. All tensors of
-   that name must be laid out alike.
+3. If an optimizer's state dict gives the name of a parameter, the tensor of that name is found, for its layout. If tensors of
+   that name are laid out differently, the owner has no layout.
 4. A flat parameter of FSDP1 leads to all parameters that it is made of.
 
 `OptimizerView` is an optimizer, or its state dict by number, with the owners of its parameters:
@@ -45,9 +45,10 @@ Numbers = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A parameter as the state holds it: its FQNs, the top-level `key` of the module or dict that has it, and its row.
+    """A parameter as the state holds it: its FQNs, the `key` of the module or dict that has it, and its row.
 
-    If only its name is known, `param` and `row` are None. If it is a part of a flat parameter of FSDP1, `part` says which.
+    The key is the whole name of a module, and the first key of the path of a dict. If only the parameter's name is known, `param`
+    and `row` are None. If it is a part of a flat parameter of FSDP1, `part` says which.
     """
 
     param: torch.Tensor | None
@@ -158,7 +159,7 @@ class Owners:
 
     @cached_property
     def _by_name(self) -> dict[str, list[Owner]]:
-        """The owners by FQN. A tensor that is not an `nn.Parameter` is also found by each end of its name.
+        """The owners by FQN. A tensor that is no `nn.Parameter` and requires no gradient is also found by each end of its name.
 
         For example, ``student.layer.weight`` is found as ``layer.weight`` and as ``weight``.
         """
@@ -306,6 +307,8 @@ def _view(name: str, optimizer: Optimizer, owners: Owners) -> OptimizerView:
 def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -> tuple[tuple[ParamSlot, ...], FlatState | None]:
     """Return a `ParamSlot` for each parameter of an optimizer, and the state of flat parameters of FSDP1, if there are any.
 
+    A parameter of FSDP1 has no slot if this rank holds no element of it.
+
     Parameters
     ----------
     held
@@ -404,7 +407,7 @@ def _source(watched: Watched, tree: Mapping[str, Any]) -> Optimizer | None:
 
 
 def _holds_state_of(optimizer: Optimizer, tree: Mapping[str, Any]) -> bool:
-    """Tell whether all tensors in a numbered state dict are this optimizer's own."""
+    """Tell whether the state in a numbered state dict has tensors, and all of them are this optimizer's own."""
     numbers = _numbers_of(optimizer, tree["param_groups"])
     entries = [(number, entry) for number, entry in tree["state"].items() if type(number) is int]
     if numbers is None or not any(_tensors(entry) for _, entry in entries) or not all(n in numbers for n, _ in entries):

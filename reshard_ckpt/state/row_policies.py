@@ -88,9 +88,9 @@ class MostUsed:
 
 
 class Sampled:
-    """Policy "sampled": a list of every second row that was used, of at most ``fraction`` of the rows, 8 bytes each.
+    """Policy "sampled": a list of the rows of every second use, of at most ``fraction`` of the rows, 8 bytes each.
 
-    A full list drops rows at random.
+    A full list drops rows at random. `take` drops all of them, also rows that were not chosen.
     """
 
     def __init__(self, num_rows: int, fraction: float, memory: torch.Tensor) -> None:
@@ -115,7 +115,9 @@ class Sampled:
 
 
 class LargestChange:
-    """Policy "largest_change": the squared distance of each row from its value when it was saved; it keeps a copy of that value.
+    """Policy "largest_change": the squared distance of each row from its value when it was saved.
+
+    It keeps these values: a copy of this rank's part of the table.
 
     A row that became NaN or infinite counts as farthest. A row that is NaN or infinite and has not changed since has distance 0.
     """

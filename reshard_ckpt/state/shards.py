@@ -141,7 +141,7 @@ class LocalShard:
 
 
 def _boxes(kind: str, pieces: Iterable[Any], shape: Ints, local_shape: Ints | None) -> tuple[LocalBox, ...]:
-    """Check the boxes that a user declares as pieces of a global (and a local) tensor, and return them."""
+    """Check the boxes that a user declares as pieces of a global tensor, and with `local_shape` of a local one; return them."""
     fields = ("local_offsets", "offsets", "lengths") if local_shape is not None else ("offsets", "lengths")
     boxes = []
     for i, piece in enumerate(pieces):

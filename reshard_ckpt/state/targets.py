@@ -263,7 +263,7 @@ class TreeTarget:
     def _add(self, name: str, value: Any) -> str | None:
         """Plan to add a value that the tree lacks to the dict that it was saved in.
 
-        Return a line about the problem if it cannot be added.
+        Return a line about the problem if it does not fit. Pass it over without `adds`, or if its place belongs to other ranks.
         """
         saved = self._saved[name]
         if name in self._tensors:

@@ -57,7 +57,7 @@ def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Tell whether a tensor is a plain tensor, or a DTensor around one, with no attributes that could declare another layout."""
+    """Tell whether a tensor is plain, or torch's own DTensor around one, with no attributes that could declare a layout."""
     if type(value) is dtensor_class():
         value = getattr(value, "_local_tensor", value)  # private, as in `_declared`
     return type(value) in TORCH_CLASSES and not value.__dict__
@@ -117,9 +117,9 @@ def local_memory(
 
 
 def plain_memory(tensor: torch.Tensor, name: str, *, writes: bool) -> torch.Tensor:
-    """Return a tensor's memory without autograd.
+    """Return a tensor's memory without autograd; of a lazily conjugated or negated view, a copy.
 
-    Refuse a tensor that is not plain strided memory; with `writes`, also overlaps.
+    Refuse a tensor without plain strided memory; with `writes`, also such views and overlaps.
     """
     is_plain = (
         type(tensor) in TORCH_CLASSES
@@ -134,9 +134,10 @@ def plain_memory(tensor: torch.Tensor, name: str, *, writes: bool) -> torch.Tens
 
 
 def _unusual_memory(tensor: torch.Tensor, name: str, writes: bool) -> torch.Tensor:
-    """Return the memory of a lazily conjugated or negated view, or of a tensor of an unknown class.
+    """Return a copy of a lazily conjugated or negated view, or the memory of a tensor of an unknown class.
 
-    Refuse a tensor whose data cannot be read as plain memory, such as a nested, meta, fake or quantized one.
+    With `writes`, refuse such a view. Refuse a tensor whose data cannot be read as plain memory, such as a nested, meta, fake or
+    quantized one.
     """
     if is_lazy(tensor):
         raise UnsupportedError(f"{name}: has no shape yet, as lazy modules have before their first forward; run one first")
@@ -182,7 +183,7 @@ def _refuse_overlap(memory: torch.Tensor, name: str) -> None:
 
 
 def _single_part(value: TensorLike, name: str) -> TensorLike:
-    """Return the tensor to save for a tensor of optimizer state. Refuse one that consists of several local shards."""
+    """Return the tensor to save or load for a tensor of optimizer state. Refuse one that consists of several local shards."""
     value, *more = parts_of(value, name)
     if more:
         raise UnsupportedError(
@@ -193,7 +194,7 @@ def _single_part(value: TensorLike, name: str) -> TensorLike:
 
 
 def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
-    """Return the tensors to save for one tensor of the state: the tensor itself, or the shards that it declares.
+    """Return the tensors to save or load for one tensor of the state: the tensor itself, or the shards that it declares.
 
     Raises
     ------
@@ -220,7 +221,7 @@ def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
 
 
 def named_parts(value: TensorLike | Shards, name: str, path: Path) -> Iterator[tuple[str, Path, TensorLike]]:
-    """Yield the name, the path and the tensor of each tensor to save for one tensor of the state.
+    """Yield the name, the path and the tensor of each tensor to save or load for one tensor of the state.
 
     There are several if it declares shards (`parts_of`), or if it consists of inner tensors, as quantized weights of torchao do.
 

@@ -1,6 +1,6 @@
 """Tracking of the rows of embedding tables that training used, for saves that write only some rows (`TouchedRows`).
 
-1. Hooks on modules see the indices of each forward pass. A row changes only in the optimizer step after it, so the policy
+1. Hooks on modules see the indices of each forward pass. A row changes in the optimizer step after it, so the policy
    ``"touched"`` keeps the indices until that step, and then marks the rows. It also marks each row that has a gradient in the
    step, which may come from an earlier forward pass.
 2. `TouchedRows.begin` finds the tables in the state of a save by their memory. `engine.saving.touched` merges the scores of all
@@ -79,7 +79,7 @@ class Table:
     def note(self, state: Iterable[torch.Tensor] = ()) -> bool:
         """Accept the present contents of the table, and of these tensors of its optimizer's state, as known.
 
-        Return whether there was an unknown change: a change since the last call, or a tensor that is new here.
+        Return whether there was an unknown change: a tensor has changed since the last call with it, or is new here.
         """
         if self._looks != (self.parameter.shape, self.parameter.dtype):
             self._begin_anew()
@@ -330,8 +330,8 @@ class TouchedRows:
     def _look_at_state(self, tensors: Sequence[LocalTensor], found: Mapping[Table, Sequence[str]]) -> None:
         """Forget `since`, the save from which rows count, if optimizer state changed in an unknown way or tensors traded names.
 
-        If a table or its state had the name of another tensor in the last save, its unchanged rows would refer to the rows of
-        that tensor.
+        If a table or its state now has a name that another tensor had in the last save, its unchanged rows would refer to the
+        rows of that tensor.
         """
         # before, held: the memory of each tensor of the last save and of this one, by name
         before, held = self._held, {spec.name: _memory_key(memory) for spec, memory in tensors}
@@ -432,17 +432,17 @@ class TouchedRows:
 
 
 def _memory_key(memory: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for all tensor objects over the same memory."""
+    """Return a key that is equal for tensor objects of the same shape over the same memory."""
     return memory.untyped_storage()._cdata, memory.storage_offset(), tuple(memory.shape)
 
 
 def _version(memory: torch.Tensor) -> int:
-    """Return torch's version counter of a tensor, which rises with each change; 0 for inference tensors, which have none."""
+    """Return torch's version counter of a tensor, which rises with each change that torch sees; 0 for inference tensors."""
     return 0 if memory.is_inference() else memory._version
 
 
 class _WeakHook:
-    """A hook that calls a method with leading arguments, but does not keep the method's object alive."""
+    """A hook that calls a method with leading arguments, as long as the method's object is alive; it does not keep it alive."""
 
     def __init__(self, method: Callable[..., None], *first: Any) -> None:
         self._method, self._first = weakref.WeakMethod(method), first
@@ -478,8 +478,8 @@ def _group_of(optimizer: torch.optim.Optimizer, table: Table) -> Mapping[str, An
 def moves_other_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool | None:
     """Try out whether an optimizer changes a row without a gradient, or that row's state, in two steps on a small table.
 
-    A new optimizer of the same class steps on a table of two rows. Return None if it cannot be made from the hyperparameters of
-    the group, such as one that wraps another optimizer.
+    A new optimizer of the same class steps on a table of two rows. Return None if its step fails, or if it cannot be made from
+    the hyperparameters of the group, such as one that wraps another optimizer.
 
     >>> table = nn.Parameter(torch.ones(3, 2))
     >>> tried = [torch.optim.Adagrad([table]), torch.optim.AdamW([table]), torch.optim.SGD([table], momentum=0.9)]

@@ -67,7 +67,7 @@ class Watched:
 
     @classmethod
     def state_dict_of(cls, obj: Any) -> tuple[Any, Watched]:
-        """Call an object's ``state_dict()`` and return it, with the state dicts that optimizers inside returned meanwhile."""
+        """Call an object's ``state_dict()``; return its result, and the state dicts that optimizers inside returned meanwhile."""
         watched = cls(tuple(optimizers_of(obj)))
         with ExitStack() as hooks:
             for optimizer in watched.optimizers:
@@ -131,7 +131,7 @@ def walk(state: Mapping[Any, Any]) -> list[Tree]:
 
 
 def _tree_of(row: Entry, steps_of: StepsOf) -> Tree:
-    """Call the ``state_dict()`` of the object in a row, and return it as a tree."""
+    """Return the tree of the object in a row: its ``state_dict()``, or the state of a ``torch.Generator``."""
     obj, rows = row.value, list[Entry]()
     if isinstance(obj, torch.Generator):
         tree = Tree(row.path, obj.get_state(), rows, obj.set_state)
@@ -313,7 +313,10 @@ def _row_of_optimizers(name: str, path: Path, optimizers: tuple[Optimizer, ...])
 
 
 def _check_names(trees: Iterable[Tree]) -> None:
-    """Refuse a state in which two paths give one name, or in which a module, optimizer or object has an empty name."""
+    """Refuse a state in which two paths give one name, or in which a module, optimizer or object has an empty name.
+
+    Such a name could not be told from that of the state itself.
+    """
     seen: dict[str, Path] = {}
     for row in rows_of(trees):
         check_text(row.name, "a name")
@@ -342,7 +345,7 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
 
 
 def optimizers_of(obj: Any) -> Iterator[Optimizer]:
-    """Yield each optimizer that the attributes of an object lead to, inner ones first, and the object itself if it is one."""
+    """Yield each optimizer that the attributes of an object lead to, once, inner ones first, and the object if it is one."""
     yield from _reached(obj, set())
 
 

@@ -363,7 +363,10 @@ def _kept(errors: list[StorageError]) -> Iterator[None]:
 
 
 def _make_root(path: str) -> None:
-    """Make a folder and the missing folders above it, and sync the folder above each; `Storage.sync` does not do so."""
+    """Make a folder and the missing folders above it, and sync the folder above each.
+
+    `LocalStorage.sync` looks no further up than the folder above the root.
+    """
     above = os.path.dirname(path)
     if not os.path.isdir(path):
         _make_root(above)

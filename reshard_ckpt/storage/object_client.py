@@ -115,8 +115,8 @@ does not see when they end."""
 def _credentials(scheme: str) -> Any:
     """Return a function for obstore that asks the provider's own library (such as boto3) for credentials, if it is installed.
 
-    Return None if the environment has credentials for obstore, or if the library finds no credentials: then obstore asks the
-    machine that it runs on.
+    The library reads files, signs on, and renews credentials. Return None if the environment has credentials for obstore, or if
+    the library finds none or is not installed: then obstore asks the machine that it runs on.
     """
     if any(name in os.environ for name in _OF_OBSTORE[scheme]):
         return None

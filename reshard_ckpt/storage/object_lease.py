@@ -92,9 +92,10 @@ class ObjectLease(Lock):
 
 
 def take_lease(storage: Storage, key: str, note: bytes, ttl_s: float, *, once: bool) -> ObjectLease | None:
-    """Take a lease on the file `key`. Return None if another process renews it, and so holds it.
+    """Take a lease on the file `key`. Return None if this process holds it, or if another one renews or takes it meanwhile.
 
-    If the holder is gone, this waits until the lease is over, `ttl_s` at most.
+    If the holder is gone, this waits until the lease is over: for the time that the holder gave it, an hour at most. It does not
+    wait for a process of this machine that has ended.
     """
     if once:  # most often there is no such file
         began = time.monotonic()

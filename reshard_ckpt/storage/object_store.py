@@ -370,7 +370,7 @@ def _give_up(where: str, error: Exception) -> NoReturn:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the store may still carry out a PUT that failed, or would accept it if it were sent again."""
+    """Whether the store may still carry out a PUT that failed, or may accept it if it is sent again."""
     return type(error).__name__ == "GenericError" or is_refusal(error)
 
 

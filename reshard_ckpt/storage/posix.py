@@ -372,7 +372,7 @@ def _takes(lock: FileLock, path: str, shared: bool) -> bool:
 
 
 def _after_fork() -> None:
-    """In a forked child, close the parent's locks, and give file caches new locks: its threads may hold the old ones."""
+    """In a forked child, close its copies of locked files, and give caches new locks: the parent's threads may hold the old."""
     for lock in list(_LIVE_LOCKS):
         lock.close()
     for files in _ALL_OPEN:

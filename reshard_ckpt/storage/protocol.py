@@ -123,7 +123,7 @@ class Writer(Protocol):
         self._write(flat_bytes(data))
 
     def finish(self) -> None:
-        """Make the file's bytes durable and close it; a second call does nothing."""
+        """Make the file's bytes durable and close it; once finished or aborted, do nothing."""
         if self._is_open:
             self._finish()
             self._is_open = False
@@ -346,7 +346,9 @@ class Storage(Protocol):
         """
 
     def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0, once: bool = False) -> Lock | None:
-        """Take a lease on a file: exclusive use by this process. Do not wait; return None if another process has the lease.
+        """Take a lease on a file: exclusive use by its holder. Return None if it is taken.
+
+        A store with locks does not wait. One without locks watches a lease until its holder renews it, or until its time is over.
 
         Parameters
         ----------
@@ -495,12 +497,12 @@ def begin(storage: Storage, call: Callable[[], T]) -> Callable[[], T]:
 
 
 def at_once(storage: Storage, *calls: Callable[[], T]) -> list[T]:
-    """Make several calls and return their results. If the store's round trips are slow, make them at the same time."""
+    """Make several calls and return their results in order. If the store's round trips are slow, make them at the same time."""
     return map_at_once(storage, lambda call: call(), calls)
 
 
 def map_at_once(storage: Storage, function: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
-    """Call a function with each item and return the results. If the store's round trips are slow, call it at the same time."""
+    """Call a function with each item; return the results in order. If round trips are slow, make the calls at the same time."""
     items = list(items)
     if storage.hints.requests <= DISK.requests or len(items) <= 1:
         return list(map(function, items))

@@ -72,7 +72,10 @@ def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
 
 
 def _load_error(path: str, error: Exception) -> CheckpointError:
-    """Return the error for a file that ``torch.load`` refused: `UnsupportedError` if it names classes, else `CorruptError`."""
+    """Return the error for a file that ``torch.load`` refused: `UnsupportedError` if it names classes that are not allowed.
+
+    Any other error becomes a `CorruptError`.
+    """
     try:
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:

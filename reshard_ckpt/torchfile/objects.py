@@ -44,7 +44,7 @@ def may_be_called(module: str) -> bool:
 
 
 def _instance(kind: str) -> Callable[..., StandInObject]:
-    """Return a stand-in for a function: it keeps the arguments, which `PlainValues` converts when the object's state is known."""
+    """Return a function that keeps its arguments in an object; `PlainValues` converts them when the object's state is known."""
 
     def make(*arguments: Any) -> StandInObject:
         return _Called(StandInClass(kind), arguments)
@@ -126,7 +126,8 @@ _TABLE: Table = {**TENSOR_TABLE, **_CALLED}
 class Globals(dict[tuple[str, str], Any]):
     """The stand-in of every class and function that a pickle names: the one in `_TABLE`, or else the stand-in of a class.
 
-    A pickle that calls such a class makes an `Opaque`, which `PlainValues` refuses if it is converted.
+    A pickle that calls such a class makes an `Opaque`, which `PlainValues` refuses if it is converted; of a module that
+    `may_be_called` allows, it makes a stand-in with the arguments.
     """
 
     def __missing__(self, key: tuple[str, str]) -> Any:

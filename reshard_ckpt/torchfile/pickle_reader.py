@@ -70,7 +70,7 @@ class StandInFunction:
 
 
 class Opaque:
-    """Stands for a value that is not read: the result of a call, an object with items of its own, or an odd key of a dict."""
+    """Stands for a value that is not read: the result of a call, the state of an object with items, or an odd key of a dict."""
 
     __slots__ = ("name",)
 
@@ -82,7 +82,7 @@ class Opaque:
 
 
 def attributes_of(made: Any) -> dict[Any, Any] | None:
-    """Return the attributes of the object that a `StandInObject` stands for; None for anything else."""
+    """Return the attributes of the object that a `StandInObject` stands for; None if there is no such object or dict."""
     return made.state if isinstance(made, StandInObject) and isinstance(made.state, dict) else None
 
 
