@@ -92,7 +92,10 @@ def load(
 
 
 def _with_dcp_wording(error: MismatchError) -> MismatchError:
-    """Return the same error with the phrases of DCP's message, which programs search for, and with advice for DCP's `load`."""
+    """Return the same error with the phrases of DCP's message, which programs search for, and with advice for DCP's `load`.
+
+    An error of another kind is returned as it is.
+    """
     phrases = [phrase for ours, phrase in _DCP_WORDING.items() if any(ours in line for line in error.problems)]
     if not phrases:
         return error

@@ -59,9 +59,9 @@ class LocalMetadata:
 class JobMetadata:
     """The local metadata of all ranks: the distinct tables of tensors, and the pieces of all ranks end to end, in order of rank.
 
-    ``table[r]`` is the table of rank r. The columns from `rank` on have one row for each piece: ``tensor`` is an index into its
-    rank's table, ``local`` the index among its rank's rows, and ``box`` an index into `box_offsets` and `box_lengths`. Equal
-    boxes may occur there many times.
+    ``table[r]`` is the index of rank r's table in `tables`. The columns from `rank` on have one row for each piece: ``tensor`` is
+    an index into its rank's table, ``local`` the index among its rank's rows, and ``box`` an index into `box_offsets` and
+    `box_lengths`. Equal boxes may occur there many times.
     """
 
     tables: tuple[TensorColumns, ...]

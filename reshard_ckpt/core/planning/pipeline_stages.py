@@ -116,7 +116,10 @@ def _divide(stack: str, layers: Sequence[int], num_stages: int, boundaries: Sequ
 
 
 def _stages(name: str, stage_of: Mapping[tuple[str, int], int], num: int, saved: Ints | None, saved_num: int) -> Ints:
-    """Return the stages of one tensor: those of its layer if it has one, else as it was saved, else by words in its name."""
+    """Return the stages of one tensor: those of its layer if it has one, else as it was saved, else by words in its name.
+
+    A layer counts only if its stack is divided (`stage_of`). The saved stages count only if they were not all stages.
+    """
     found = layer_of(name)
     if found is not None and found in stage_of:
         return (stage_of[found],)

@@ -368,7 +368,9 @@ def _placements(
 
 
 class HeldRows(NamedTuple):
-    """The distinct runs that tile every tensor, in order of tensor, box and start, and the ranks that hold each.
+    """The distinct runs of every tensor, in order of tensor, box and start, and the ranks that hold each.
+
+    The runs tile every tensor, unless `find_holders` was called with `may_lack`.
 
     `runs` has for each run the row of the lowest rank that holds it, `held` the rows of all ranks that hold it. A buffer of a
     module under DDP counts as held by its lowest rank only, so it is not in `checks`.
@@ -387,7 +389,7 @@ def find_holders(job_metadata: JobMetadata, *, may_lack: bool) -> HeldRows:
     Raises
     ------
     LayoutError
-        Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
+        Ranks disagree about a tensor, or its shards overlap or, without `may_lack`, leave a region uncovered.
     """
     tables, boxes, rows, runs = _merged_runs(job_metadata, may_lack=may_lack)
     # first[i]: entry i of runs.holder is the lowest rank of its run; chosen: all holders, but of a buffer only that one.

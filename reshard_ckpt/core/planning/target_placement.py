@@ -182,7 +182,11 @@ class _Placer:
         return self.saved.placements[name]
 
     def _ruled(self, name: str, axis: str) -> AxisPlacement | None:
-        """Return the placement on an axis that a rule gives a tensor, or for optimizer state gives its parameter; else None."""
+        """Return the placement on an axis that a rule gives a tensor, or for optimizer state gives its parameter; else None.
+
+        State has the placement of its parameter only if it was not divided (flat or resident) on the axis, and if both have one
+        shape; on ``pp`` and ``ep`` always.
+        """
         own = next((rule.axes[axis] for rule in rules_for(self.topology.rules, name) if axis in rule.axes), None)
         told = axis in GIVEN_BY_NAMES  # on these axes all state lies with its parameter, whatever its shape
         parameter = self.saved.links[name].parameter if told else self.saved.parameter_of_same_shape(name)
@@ -298,7 +302,8 @@ class _Placer:
     def _was_divided(self, name: str, axis: str) -> bool:
         """Tell whether only some coordinates of the axis held the tensor whole, so that it is divided anew.
 
-        If a rule places the tensor on this axis, the rule decides: True if it says ``flat``.
+        If a rule places the tensor on this axis, the rule decides: True if it says ``flat``. False if its name gives the
+        coordinates (``pp``, ``ep``).
         """
         ruled = self._ruled(name, axis)
         if ruled is not None:

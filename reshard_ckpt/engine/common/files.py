@@ -280,7 +280,12 @@ class FileDigests:
     def of(self, files: Sequence[int]) -> dict[int, Digests]:
         """Return the block digests of some files, by file index. Files whose digests are absent or not read are left out.
 
-        The first call for a file also checks its size, and raises `CorruptError` if the file is missing or has another size.
+        The first call for a file also checks its size.
+
+        Raises
+        ------
+        CorruptError
+            As for `open_files`.
         """
         with self._lock:
             unchecked = [file for file in files if file not in self._checked]
@@ -300,7 +305,7 @@ class FileDigests:
             return found
 
     def refuse_changed(self) -> None:
-        """Raise a `StorageError` if a file without digests was changed since `of` first saw it."""
+        """Raise a `StorageError` if a file without digests was changed since it was first read, or first asked for with `of`."""
         with self._lock:
             before = dict(self._stamps)
         refuse_changed(self._storage, self._catalog, before)
