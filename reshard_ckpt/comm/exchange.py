@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ..errors import PeerError
-from .bounded import bounded, named_failure
+from .links import gloo_group
 from .sessions import current_group
 
 if TYPE_CHECKING:
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 HOST = torch.device("cpu")
 
-_HOST_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = WeakKeyDictionary()
+_HOST_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 """For each process group, the gloo groups made beside it, by the tuple of their ranks: for exchanges among some ranks only, or
 because the group has no backend for host memory."""
 
+_TRIES: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""For each process group, how often these ranks have tried to make such a group: each try has a name of its own."""
 
 _LOOK_S = 1.0
 
@@ -41,7 +43,7 @@ class Exchange:
     Parameters
     ----------
     group
-        The process group. Its backend for `device` carries the bytes.
+        The process group, whose backend for `device` carries the bytes; or a `gloo_group`, for host memory.
     device
         The device of all buffers.
 
@@ -52,11 +54,11 @@ class Exchange:
         if another rank has failed.
     """
 
-    def __init__(self, group: ProcessGroup, *, timeout_s: float, device: torch.device = HOST) -> None:
+    def __init__(self, group: Any, *, timeout_s: float, device: torch.device = HOST) -> None:
         self.group, self._timeout_s = group, timeout_s
         self.look: Callable[[], None] | None = None
         self.device = device
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = group.rank(), group.size()
 
     def start(
         self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
@@ -82,7 +84,10 @@ class Exchange:
             The process group failed, or another rank did not come in time. The returned function raises it too.
         """
         try:
-            work = dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self.group, async_op=True)
+            if isinstance(self.group, dist.ProcessGroup):
+                work = dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self.group, async_op=True)
+            else:
+                work = self.group.alltoall_base(incoming, outgoing, list(received), list(sent))
         except RuntimeError as error:  # also torch's DistError
             raise _failed(error) from error
 
@@ -139,7 +144,7 @@ def open_exchange(
     """Open the exchange among all ranks of a process group, or among `members`; None if this process is on its own.
 
     Collective in the first call for host memory, if the group has no backend for it or only some ranks take part: then a gloo
-    group of these ranks is made, in the caller's thread, and kept as long as the group.
+    group of these ranks is made, and kept as long as the group. All ranks of the process group must have met in a session before.
 
     Parameters
     ----------
@@ -148,19 +153,20 @@ def open_exchange(
     device
         The device of the buffers: host memory, or the accelerator that the group has a backend for (`carries`).
     """
-    if (group := group_of(process_group)) is None:
+    known, group = current_group(process_group, timeout_s), group_of(process_group)
+    if known is None or group is None:
         return None
-    all_ranks = dist.get_process_group_ranks(group)
-    ranks = tuple(all_ranks if members is None else (all_ranks[member] for member in members))
-    if device == HOST and (len(ranks) < len(all_ranks) or not carries(process_group, "cpu")):
+    ranks = tuple(range(known.size) if members is None else members)
+    if device == HOST and (len(ranks) < known.size or not carries(process_group, "cpu")):
         groups = _HOST_GROUPS.setdefault(group, {})
         if ranks not in groups:
-            timeout = timedelta(seconds=timeout_s)
-            begin = partial(dist.new_group, list(ranks), timeout, backend="gloo", use_local_synchronization=True)
-            what = "the ranks did not come together in a group for bytes in host memory"
-            with named_failure(what):
-                groups[ranks] = bounded(begin, timeout_s, what)
-        group = groups[ranks]
+            tries = _TRIES.setdefault(group, Counter())
+            tries[ranks] += 1
+            name, what = f"exchange {tries[ranks]} {ranks}", "the ranks did not come together in a group for bytes in host memory"
+            # Not in the job's own store: an earlier attempt of the job may have left such a name there.
+            store, near = known.home.session(name, title=what, timeout_s=timeout_s)
+            groups[ranks] = gloo_group(store, near.ended, ranks, ranks.index(known.rank), timeout_s=timeout_s, what=what)
+        return Exchange(groups[ranks], timeout_s=timeout_s)
     return Exchange(group, timeout_s=timeout_s, device=device)
 
 

@@ -64,29 +64,8 @@ class Links:
     ) -> None:
         self._members = range(size) if members is None else members
         self.rank, self.size, self.timeout_s, self._timeout = rank, size, timeout_s, timedelta(seconds=timeout_s)
-        own = BoundedStore.of(store, timeout_s)
-        own.allow(timeout_s)
         what = "the ranks that hold each other's memory did not meet"
-        with named_failure(what):
-            own.append("came", b"%d " % rank)
-            try:
-                with named_failure(what):
-                    self._group = bounded(lambda: self._meet(own), timeout_s, what, look=lambda: self._refuse_ended(ended, what))
-            except PeerError as error:
-                if error.ranks:
-                    raise
-                came = {int(number) for number in own.get("came").split()}
-                absent = tuple(member for number, member in enumerate(self._members) if number not in came)
-                raise PeerError(f"{what}: {did_not_arrive(absent, timeout_s)}" if absent else str(error), absent) from None
-
-    def _meet(self, store: BoundedStore) -> Any:
-        group_class: Any = dist.ProcessGroupGloo
-        # On a connection of its own: whoever waits for another rank's key holds it.
-        return group_class(store.clone(self.timeout_s), self.rank, self.size, self._timeout)
-
-    def _refuse_ended(self, ended: Ended, what: str) -> None:
-        if gone := tuple(sorted(ended() & {*self._members})):
-            raise PeerError(f"{what}: {name_ranks(gone)} ended; their own logs say why", gone)
+        self._group = gloo_group(store, ended, self._members, rank, timeout_s=timeout_s, what=what)
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], ends: float) -> None:
         """Send a buffer to each rank of `outgoing` and fill a buffer from each rank of `incoming`, all at once, in chunks.
@@ -142,6 +121,54 @@ class Links:
         """
         # A deadline that passes would end the whole group, and with it the requests of this rank to others.
         self._group.recv_anysource([data], tag).wait(_NO_DEADLINE)
+
+
+def gloo_group(store: Any, ended: Ended, members: Sequence[int], rank: int, *, timeout_s: float, what: str) -> Any:
+    """Make a gloo group of some ranks. Its members must pass the same part of the job's store, which no group has used.
+
+    ``dist.new_group`` is not fit for some of the ranks: it names a group after the number of groups that each rank is in already.
+    Ranks that are in more groups than others wait for the others for ever.
+
+    Parameters
+    ----------
+    store, ended
+        A part of the job's store, and a function that returns the ranks that have ended.
+    members
+        The numbers in the job of the group's ranks, in order.
+    rank
+        The number of this process among them.
+    what
+        The beginning of the error's message, for ranks that do not meet.
+
+    Raises
+    ------
+    PeerError
+        The others did not come in time, or have ended.
+    """
+    own = BoundedStore.of(store, timeout_s)
+    own.allow(timeout_s)
+
+    def refuse_ended() -> None:
+        if gone := tuple(sorted(ended() & {*members})):
+            raise PeerError(f"{what}: {name_ranks(gone)} ended; their own logs say why", gone)
+
+    with named_failure(what):
+        own.append("came", b"%d " % rank)
+        try:
+            with named_failure(what):
+                return bounded(lambda: _meet(own, rank, len(members), timeout_s), timeout_s, what, look=refuse_ended)
+        except PeerError as error:
+            if error.ranks:
+                raise
+            came = {int(number) for number in own.get("came").split()}
+            absent = tuple(member for number, member in enumerate(members) if number not in came)
+            raise PeerError(f"{what}: {did_not_arrive(absent, timeout_s)}" if absent else str(error), absent) from None
+
+
+def _meet(store: BoundedStore, rank: int, size: int, timeout_s: float) -> Any:
+    group_class: Any = dist.ProcessGroupGloo
+    # On a connection of its own: whoever waits for another rank's key holds it.
+    return group_class(store.clone(timeout_s), rank, size, timedelta(seconds=timeout_s))
 
 
 class Serving:

@@ -11,11 +11,13 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from reshard_ckpt.comm import Comm, open_session
+from reshard_ckpt.comm import exchange as exchange_module
 from reshard_ckpt.comm import group as group_module
 from reshard_ckpt.comm.sessions import current_group
 from reshard_ckpt.errors import LayoutError, UsageError
@@ -168,6 +170,14 @@ def groups_and_threads() -> dict[str, Any]:
     thread.join()
     result["background"] = in_thread == [expected(rank, 4)]
     result["keys"] = num_keys()
+    # Ranks 1 and 3 are in more groups than ranks 0 and 2, as in a pipeline only its ends are in the group of tied embeddings.
+    for members in ([0, 1], [2, 3]), ([0, 1, 2, 3],):
+        own = next(ranks for ranks in members if rank in ranks)
+        with mock.patch.object(exchange_module, "carries", return_value=False):
+            some = exchange_module.open_exchange(None, timeout_s=600, members=own)
+        assert some is not None
+        came = some.swap([b"%d to %d" % (rank, other) for other in own])
+        result[f"exchange of {len(own)}"] = came == [b"%d to %d" % (other, rank) for other in own]
     return result
 
 

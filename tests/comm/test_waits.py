@@ -41,12 +41,11 @@ WAITS = {
     ("comm/node.py", "_join"): ["joining a machine"],
     ("comm/node.py", "_serve"): ["joining a machine"],
     ("comm/node.py", "_connect"): ["joining a machine"],
-    ("comm/links.py", "_meet"): ["opening links", "links that met half"],
+    ("comm/links.py", "_meet"): ["opening links", "links that met half", "a group for an exchange"],
     ("comm/links.py", "swap"): ["links"],
     ("comm/links.py", "send"): ["a read over links", "the end of links"],
     ("comm/links.py", "receive"): ["a read over links"],
     ("comm/links.py", "receive_any"): ["the end of links"],
-    ("comm/exchange.py", "open_exchange"): ["a group for an exchange"],
     ("comm/exchange.py", "start"): ["an exchange"],
     # The Trainer's own collective: its time limit is that of the Trainer's process group.
     ("families/deepspeed/trainer.py", "_finalize_training"): [],

@@ -40,6 +40,7 @@ from reshard_ckpt.comm import (
     shared_store,
     values_of_all,
 )
+from reshard_ckpt.comm import links as links_of
 from reshard_ckpt.comm.links import Links, serving
 from reshard_ckpt.comm.node import NodeComm
 from reshard_ckpt.errors import CheckpointError
@@ -172,8 +173,8 @@ def open_links(rank: int, seconds: float, folder: Path, die: Die) -> None:
 
 
 def meet_links(rank: int, seconds: float, folder: Path, die: Die) -> None:
-    meet = Links._meet
-    with mock.patch.object(Links, "_meet", lambda self, store: (die(), meet(self, store))[1]):
+    meet = links_of._meet
+    with mock.patch.object(links_of, "_meet", lambda *args: (die(), meet(*args))[1]):
         Links(*shared_store("links"), rank, 2, timeout_s=seconds)
 
 
