@@ -52,7 +52,7 @@ SAFETENSORS = "safetensors"
 
 @dataclass(frozen=True, slots=True)
 class RawValue:
-    """A value that only the library that wrote it can decode, as bytes in a file; `path` has its keys in the saved state."""
+    """A value as bytes in a file, for the library that wrote it to decode; `path` has its keys in the saved state."""
 
     path: tuple[str | int, ...]
     file: str

@@ -300,7 +300,7 @@ class StoredSteps:
         return not self._lineage.current.superseded or not self._lineage.is_superseded(self._info(step).save_id)
 
     def _needed(self, steps: Collection[int], but: str = "") -> frozenset[str]:
-        """Return the keys of all files that these steps, or checkpoints in any other folders of the root, refer to.
+        """Return the keys of all files that these steps need, or that checkpoints in any other folders of the root need.
 
         The folder `but` does not count.
         """

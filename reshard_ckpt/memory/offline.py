@@ -167,6 +167,8 @@ def persist_held(root: str, folder: str, *, step: int | None = None) -> PersistR
 def _unmanaged(storage: Storage) -> Iterator[None]:
     """Keep managers away from a run's root in a ``with`` block: a new manager would remove files that no catalog refers to yet.
 
+    Where the store has neither locks nor leases, nothing keeps them away.
+
     Raises
     ------
     UsageError
