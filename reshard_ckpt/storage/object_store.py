@@ -113,6 +113,7 @@ class ObjectStorage(Storage):
         return f"{self.url}/{key}"
 
     def create(self, key: str, size: int | None = None, *, replace: bool = False) -> ObjectWriter:
+        self._first.pop(key, None)
         return ObjectWriter(self._client, self._path(key), self._where(key), max(HINTS.part_bytes, -(-(size or 0) // MAX_PARTS)))
 
     def copy(self, source: Storage, key: str, to: str) -> bool:
@@ -120,6 +121,7 @@ class ObjectStorage(Storage):
             return False
         if self._scheme not in MAX_COPY_BYTES or (source.size(key) or 0) > MAX_COPY_BYTES[self._scheme]:
             return False
+        self._first.pop(to, None)
         with explained("copy", source._where(key)):
             obstore().copy(self._client, source._path(key), self._path(to))
         return True
@@ -191,6 +193,7 @@ class ObjectStorage(Storage):
 
     def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
         path, where, sent = self._path(key), self._where(key), uuid.uuid4().hex
+        self._first.pop(key, None)
         if expected == ANY:
             mode: Any = "overwrite"
         else:
@@ -280,7 +283,10 @@ class ObjectStorage(Storage):
         return _version_of(found.meta), ids.get(_ID) == sent
 
     def delete(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
         paths = [self._path(key) for key in keys]
+        for key in keys:
+            self._first.pop(key, None)
         batches = [paths[begin : begin + DELETE_AT_ONCE] for begin in range(0, len(paths), DELETE_AT_ONCE)]
         for error in filter(None, map_at_once(self, self._delete_batch, batches)):
             raise error

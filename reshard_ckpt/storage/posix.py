@@ -232,6 +232,7 @@ class OpenFiles:
     def forget(self, path: str) -> None:
         with self._lock:
             self._files.pop(path, None)
+            self._first.pop(path, None)
 
     def clear(self) -> None:
         with self._lock:

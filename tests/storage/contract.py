@@ -253,6 +253,20 @@ class StorageContract:
         put(storage, "f", b"new!")
         assert read_range(storage, "f", 0, 4) == [b"new!"]
 
+    @pytest.mark.parametrize("how", ["delete", "create", "publish"])
+    def test_a_file_that_the_store_has_replaced_was_first_read_after_that(self, storage: Storage, how: str):
+        put(storage, "f", b"old")
+        assert read_range(storage, "f", 0, 3) == [b"old"]
+        if how == "publish":
+            storage.publish("f", b"newer")
+        else:
+            if how == "delete":
+                storage.delete(["f"])
+            with storage.create("f", replace=how == "create") as writer:
+                writer.write(b"newer")
+        assert read_range(storage, "f", 0, 5) == [b"newer"]
+        assert storage.first_stamp("f") == storage.stamp("f")
+
     # --- publishing ---
 
     def test_publish_puts_and_replaces(self, storage: Storage):
