@@ -38,7 +38,7 @@ class TensorLine:
 
 @dataclass(frozen=True, slots=True)
 class ValueLine:
-    """One value as `inspect` lists it. A value that is too large for the catalog has `in_catalog` False and `value` None.
+    """One value as `inspect` lists it. If it is too large for the catalog, or per rank, `in_catalog` is False and `value` None.
 
     `kind` is ``"plain"``, ``"per_rank"`` or ``"param_groups"``; `num_ranks` is the number of ranks if each has a value of its
     own.

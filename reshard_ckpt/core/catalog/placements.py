@@ -150,7 +150,10 @@ def cut_ranges(ranges: Sequence[Range], sections: Ints, num: int, index: int) ->
 
 
 def same_placement(a: Sequence[AxisPlacement] | None, b: Sequence[AxisPlacement] | None) -> bool:
-    """Tell whether two placements are the same. The order in which axes cut a dim is compared only if both have recorded it."""
+    """Tell whether two placements are the same.
+
+    The order in which axes cut a dim, and its sections, are compared only if both have recorded the order.
+    """
     if a is None or b is None or len(a) != len(b):
         return a == b
     unsaid = [x.turn is None or y.turn is None for x, y in zip(a, b, strict=True)]
