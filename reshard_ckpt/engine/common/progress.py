@@ -370,7 +370,7 @@ def merged(recorder: Recorder, records: Sequence[bytes], received_at: float, *, 
 def clock_offset(least: NDArray[np.float64], most: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Estimate how far clocks are ahead, in seconds, from lower and upper bounds. Return estimates and their largest errors.
 
-    An estimate is 0 if the bounds allow that, else the bound nearest to 0.
+    An estimate is 0 if the bounds allow that, else the bound nearest to 0; their middle if the bounds contradict each other.
 
     >>> clock_offset(np.array([-0.1, 7.0]), np.array([0.3, 7.5]))[0].tolist()
     [0.0, 7.0]

@@ -129,7 +129,7 @@ class _Copy(NamedTuple):
 
 
 class _Cast(NamedTuple):
-    """A copy of one plan item that converts dtypes: from a window's buffer, where elements have `dtype`, into the region `place`.
+    """A copy of one plan item by torch, which may convert it: from `dtype` in a window's buffer into the region `place`.
 
     `offset` is the item's first byte in the buffer, `strides` are in bytes there.
     """

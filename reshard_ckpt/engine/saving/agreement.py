@@ -221,7 +221,7 @@ class Leader:
         """Return a mask of the metadata parts that ranks shall send to rank 0, (parts, ranks).
 
         With `everything` these are all parts, else only the parts after the layout: the kept plan fits. Of several ranks with
-        equal parts, only the lowest is asked.
+        equal parts, only the lowest is asked. Rank 0, which has its own parts, is never asked.
         """
         asked = np.zeros((_PARTS, len(self._states)), bool)
         for part in range(0 if everything else _LAYOUT_PARTS, _PARTS):
