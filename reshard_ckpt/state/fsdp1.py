@@ -144,7 +144,10 @@ class FlatModule:
         return copied
 
     def is_own(self, value: Any) -> bool:
-        """Tell whether a load into this object, given by `saved_form`, changes the module, at once or in `finish`."""
+        """Tell whether `saved_form` gave this object in place of one of the module's own.
+
+        A load into it changes the module, at once or in `finish`.
+        """
         return isinstance(value, FlatPart) or any(copied is value for _, copied in self._cast)
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ def form_of(value: Mapping[Any, Any]) -> Form | None:
 
 
 class PlainDict(dict[Any, Any]):
-    """A dict that is saved entry by entry as it is, even if it looks like an optimizer's state dict."""
+    """A dict that is saved entry by entry as it is, even if it looks like a numbered optimizer state dict."""
 
 
 def is_numbered(value: Any) -> bool:
