@@ -37,9 +37,15 @@ class Background:
             checkpoint.save(path, state, **options)
 
     def wait(self) -> None:
-        """Wait for the background saves, the oldest first. If one failed, raise its error; the next call waits for later ones."""
+        """Wait for all background saves. If any failed, then raise the error of the oldest of these."""
+        first: Exception | None = None
         while self._saves:
-            self._saves.pop(0).result()
+            try:
+                self._saves.pop(0).result()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
 
 
 BACKGROUND = Background()

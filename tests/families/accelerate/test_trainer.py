@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import UsageError
+from reshard_ckpt.families.accelerate.background import Background
 from reshard_ckpt.integrations.accelerate import background_saves
 from tests.families.accelerate.turns import in_turn
 from tests.launch import RanksFailed, run_ranks
@@ -107,3 +109,18 @@ def test_runs_go_on_at_other_numbers_of_ranks_and_under_the_other_fsdp(tmp_path:
 def test_a_limit_of_one_is_refused() -> None:
     with pytest.raises(UsageError, match="save_total_limit=1"):
         background_saves().on_train_begin(SimpleNamespace(save_total_limit=1), None, None)
+
+
+def test_all_background_saves_are_waited_for_and_the_first_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = [mock.Mock(), mock.Mock(), mock.Mock()]
+    handles[0].result.side_effect = UsageError("the first")
+    handles[1].result.side_effect = UsageError("the second")
+    background = Background()
+    background.is_on = True
+    monkeypatch.setattr(checkpoint, "async_save", lambda *_, **__: handles[len(background._saves)])
+    for _ in handles:
+        background.save(str(tmp_path), {})
+    with pytest.raises(UsageError, match="the first"):
+        background.wait()
+    assert [handle.result.call_count for handle in handles] == [1, 1, 1]
+    background.wait()  # nothing is left
