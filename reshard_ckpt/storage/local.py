@@ -215,10 +215,14 @@ class LocalStorage(Storage):
             try:
                 with self._folder(folders, make=make) as folder:
                     lock = lock_file(os.open(name, flags, _FILE_MODE, dir_fd=folder), path, shared=shared)
-                    # Between opening and locking, the process that held the lock may have deleted the file.
-                    if lock is not None and not _is_same(name, folder, lock.fd):
-                        lock.release()
-                        raise missing(path)
+                    if lock is not None:
+                        try:
+                            # Between opening and locking, the process that held the lock may have deleted the file.
+                            if not _is_same(name, folder, lock.fd):
+                                raise missing(path)
+                        except BaseException:  # whoever keeps the error would keep the lock
+                            lock.release()
+                            raise
             except _NO_FILE:
                 raise missing(path) from None
         return lock

@@ -507,6 +507,14 @@ def test_a_file_replaced_while_it_was_being_locked_is_missing(tmp_path: Path, mo
         storage.lock("f", shared=True)
 
 
+def test_a_lock_that_fails_is_not_held_by_its_error(tmp_path: Path):
+    storage = LocalStorage(tmp_path)
+    put(storage, "f")
+    with faulty("stat", 0, fails(errno.EIO)), pytest.raises(StorageError, match="cannot lock: Input/output error") as raised:
+        storage.lock("f")
+    assert storage.lock("f") is not None, raised
+
+
 def test_an_error_of_closing_a_file_that_was_only_read_or_locked_is_none(tmp_path: Path):
     """A network file system may report one; nothing was written."""
     storage = LocalStorage(tmp_path)
