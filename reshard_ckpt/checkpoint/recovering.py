@@ -25,9 +25,10 @@ from ..comm.wire import name_ranks
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import GROUPS, STATE, bare, optimizer_of, state_name
 from ..core.catalog.param_groups import groups_beyond
+from ..core.catalog.problems import COMBINE, Problem
 from ..core.catalog.specs import ValueKind
 from ..core.planning.lost import lost_parts
-from ..core.report import COMBINE, LoadReport, Problem, few, summarize
+from ..core.report import LoadReport, few, summarize
 from ..engine.common.progress import LOGGER
 from ..engine.common.tensor_bytes import LocalTensor, public_call
 from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError, UsageError

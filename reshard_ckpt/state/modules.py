@@ -22,8 +22,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from ..core.catalog.names import MODULE, WRAPPED
+from ..core.catalog.problems import no_place
 from ..core.catalog.specs import Replication
-from ..core.report import few, no_place
+from ..core.report import few
 from ..core.trees import Path
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .dtensor import known_class

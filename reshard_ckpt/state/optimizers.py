@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import groups_name
 from ..core.catalog.param_groups import Groups, Selection, are_groups
+from ..core.catalog.problems import no_place
 from ..core.catalog.specs import StateLink
-from ..core.report import no_place
 from ..core.trees import leaves, map_tree
 from ..format.dtypes import TORCH_DTYPES
 from .dtensor import local_of

@@ -16,8 +16,9 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from ..core.catalog.param_groups import Groups
+from ..core.catalog.problems import COMBINE, Problem, no_place
 from ..core.catalog.specs import ValueKind
-from ..core.report import COMBINE, Problem, no_place, plural, type_in_words
+from ..core.report import plural, type_in_words
 from ..core.trees import Path, name_of
 from ..errors import MismatchError, UsageError
 from .describe import Index, in_order, new_dict, own_key

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import LayoutError
-from ..report import Problem
 from .names import optimizer_of, state_name
+from .problems import Problem
 
 Group = Mapping[str, Any]
 

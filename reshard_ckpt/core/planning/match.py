@@ -10,10 +10,11 @@ import numpy as np
 
 from ..catalog.model import Catalog
 from ..catalog.names import bare
+from ..catalog.problems import Problem
 from ..catalog.specs import PieceColumns, TensorSpec
 from ..geometry.runs import I64, decompose, pad_left, volumes
 from ..geometry.tiling import Fault, find_faults
-from ..report import Problem, describe_region
+from ..report import describe_region
 from .load_plan import LoadPlan
 from .scales import Quantized
 

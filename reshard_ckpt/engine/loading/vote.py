@@ -14,8 +14,9 @@ from ...comm.protocol import Comm, merge_of_all
 from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.names import is_below
+from ...core.catalog.problems import Problem
 from ...core.planning.match import MISSING, matches
-from ...core.report import MAX_NAMED, LoadReport, Problem, few, nearest, summarize_kinds
+from ...core.report import MAX_NAMED, LoadReport, few, nearest, summarize_kinds
 from ...errors import MismatchError, UsageError
 from ...format.shard_file import opaque_name
 from .load import LoadOptions, Resolved
