@@ -111,7 +111,9 @@ def test_a_limit_of_one_is_refused() -> None:
         background_saves().on_train_begin(SimpleNamespace(save_total_limit=1), None, None)
 
 
-def test_all_background_saves_are_waited_for_and_the_first_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_background_saves_are_waited_for_and_the_first_error_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handles = [mock.Mock(), mock.Mock(), mock.Mock()]
     handles[0].result.side_effect = UsageError("the first")
     handles[1].result.side_effect = UsageError("the second")
