@@ -222,26 +222,34 @@ class FlatState:
         MismatchError
             The parts of a flat parameter have different values where it can have only one.
         """
-        for flat_key, parts in self._parts.items():
-            of_parts = [(part, self.entries.pop(id(part))) for part in parts if id(part) in self.entries]
+        for flat_key, listed in self._parts.items():
+            parts = {id(part): part for part in listed}  # tied parameters are one part
+            of_parts = {number: self.entries.pop(number) for number in parts if number in self.entries}
             if not of_parts:
                 self._own.pop(flat_key, None)
                 continue
             entry = self._own.setdefault(flat_key, {})
             for key in list(entry):
-                if not any(key in found for _, found in of_parts):
+                if not any(key in found for found in of_parts.values()):
                     del entry[key]
-            for key in dict.fromkeys(key for _, found in of_parts for key in found):
-                entry[key] = _flat_state([(part, found[key]) for part, found in of_parts if key in found], entry.get(key), key)
+            for key in dict.fromkeys(key for found in of_parts.values() for key in found):
+                having = [(parts[number], found[key]) for number, found in of_parts.items() if key in found]
+                lacking = [part for number, part in parts.items() if key not in of_parts.get(number, ())]
+                entry[key] = _flat_state(having, lacking, entry.get(key), key)
 
 
-def _flat_state(values: list[tuple[FlatPart, Any]], before: Any, key: str) -> Any:
-    """Return one entry of a flat parameter's state, joined from its parts; `before` is the entry before the load."""
+def _flat_state(values: list[tuple[FlatPart, Any]], lacking: list[FlatPart], before: Any, key: str) -> Any:
+    """Return one entry of a flat parameter's state, joined from its parts; `before` is the entry before the load.
+
+    A tensor is zero where the `lacking` parts, which have no state, lie in it.
+    """
     part, value = values[0]
     assert part.shard is not None
     if isinstance(value, torch.Tensor) and value.shape == part.tensor.shape:
         if isinstance(before, torch.Tensor) and before.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-            return before  # the parts are views of it
+            for part in lacking:  # the other parts are views of it, and hold what was loaded
+                before[part.at : part.at + part.tensor.numel()].zero_()
+            return before
         whole = torch.zeros(part.shard.shape, dtype=value.dtype, device=value.device)
         for part, value in values:
             whole[part.at : part.at + value.numel()] = value

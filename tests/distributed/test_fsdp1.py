@@ -264,8 +264,29 @@ def torch_dicts(folder: str) -> list[str]:
     return wrong
 
 
-def test_the_dicts_of_get_state_dict(tmp_path: Path) -> None:
-    assert run_ranks(torch_dicts, 2, str(tmp_path), timeout_s=60) == [[]] * 2
+def without_state(folder: str) -> list[str]:
+    """A parameter without saved state gets zeros in a flat parameter that has stepped, where it had other state."""
+    path, name = Path(folder, "partly"), "optimizer.state.blocks.1.up.weight."
+    net = Net(0)
+    optimizer = adamw(net)
+    train(net, optimizer, 2)
+    del optimizer.state[net.blocks[1].up.weight]
+    checkpoint.save(path, {"model": net, "optimizer": optimizer})
+    flat = wrapped(3, None, orig=False)
+    stepped = adamw(flat)
+    train(flat, stepped, 2)
+    checkpoint.load(path, {"model": flat, "optimizer": stepped})
+    found = gathered(flat, stepped)
+    wrong = [f"{name}{key}: kept" for key in ("exp_avg", "exp_avg_sq") if found[f"{name}{key}"].any()]
+    return wrong + matches_torch(path, {each: value for each, value in found.items() if not each.startswith(name)}, "partly")
+
+
+def dicts_and_partly(folder: str) -> list[str]:
+    return torch_dicts(folder) + without_state(folder)
+
+
+def test_the_dicts_of_get_state_dict_and_a_parameter_without_state(tmp_path: Path) -> None:
+    assert run_ranks(dicts_and_partly, 2, str(tmp_path), timeout_s=60) == [[]] * 2
 
 
 def refusals(folder: str) -> list[str]:
