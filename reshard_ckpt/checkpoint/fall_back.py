@@ -90,7 +90,10 @@ class OfPath:
         return Loaded(step, load_given(self.path, prepare, self.session), "store")
 
     def load_newest(self, state: State, reason: str) -> Loaded:
-        report = load_given(self.path, state, self.session)
+        try:
+            report = load_given(self.path, state, self.session)
+        except CheckpointNotFound as error:
+            raise CheckpointNotFound(f"{reason}; {error}") from None
         step = self.newest()
         return Loaded(step, report, "store")
 

@@ -74,7 +74,7 @@ class Watched:
                 # A wrapper need not have called Optimizer.__init__; then it has no hooks, and runs none.
                 if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
                     hook = optimizer.register_state_dict_post_hook(lambda *given: watched.given.append(given))
-                hooks.callback(hook.remove)
+                    hooks.callback(hook.remove)
             return obj.state_dict(), watched
 
 

@@ -199,6 +199,9 @@ class _LockOfOneJob(Lock):
             finally:
                 self._lock.release()
 
+    def check(self) -> None:
+        self._lock.check()
+
     def note(self, text: bytes) -> None:
         self._lock.note(text)
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import loading
 from reshard_ckpt.engine.common.mover import Mover
-from reshard_ckpt.errors import StorageError
+from reshard_ckpt.errors import CheckpointNotFound, StorageError
 from reshard_ckpt.storage.local import LocalStorage
 from tests.distributed.cases import Case
 from tests.distributed.lives import KILLED, Life, run_lives
@@ -827,3 +827,8 @@ def test_lost_parts_do_not_come_from_a_checkpoint_of_their_step_that_took_other_
     for went_back, values in run_ranks(other_steps_job, SIZE, str(tmp_path)):
         assert "w: the survivors are not as in the checkpoint of their step 5" in went_back
         assert values == [5.0, 5.0]
+
+
+def test_a_recovery_without_a_checkpoint_says_why_it_wanted_one(tmp_path: Path):
+    with pytest.raises(CheckpointNotFound, match=r"^no rank's state is alive; .*none: no committed checkpoint"):
+        checkpoint.recover({"x": torch.ones(2)}, alive=False, path=tmp_path / "none")

@@ -376,6 +376,8 @@ def test_a_wrapper_that_runs_no_hooks_is_held_back_and_saved():
     guard.close()
     saved = save([capture({"model": model, "optimizer": optimizer})])
     assert torch.equal(saved.tensors["optimizer.state.2.bias.exp_avg"], optimizer.inner.state[model[2].bias]["exp_avg"])
+    inside = save([capture({"app": App(model, optimizer)})])  # the first optimizer that is found in an object
+    assert "app.optim.state.model.2.bias.exp_avg" in inside.tensors
 
 
 def test_what_an_optimizer_may_change_that_cannot_be_held_is_not_left_for_later():

@@ -477,6 +477,18 @@ def test_a_child_of_one_that_was_killed_while_it_published_holds_up_no_other(tmp
         os.close(held[0])
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_a_lock_whose_file_somebody_replaced_allows_no_deletion(tmp_path: Path, once: bool):
+    storage = LocalStorage(str(tmp_path))
+    with storage.lease("f", b"one", once=once) as lease:
+        assert lease is not None
+        lease.check()
+        (tmp_path / "f").unlink()
+        (tmp_path / "f").write_bytes(b"another")
+        with pytest.raises(StorageError, match="removed or replaced this file"):
+            lease.check()
+
+
 def test_a_lock_dies_with_its_process(tmp_path: Path):
     storage = LocalStorage(tmp_path)
     ready = os.pipe()
