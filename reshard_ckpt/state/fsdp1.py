@@ -247,8 +247,8 @@ def _flat_state(values: list[tuple[FlatPart, Any]], lacking: list[FlatPart], bef
     assert part.shard is not None
     if isinstance(value, torch.Tensor) and value.shape == part.tensor.shape:
         if isinstance(before, torch.Tensor) and before.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-            for part in lacking:  # the other parts are views of it, and hold what was loaded
-                before[part.at : part.at + part.tensor.numel()].zero_()
+            for absent in lacking:  # the other parts are views of it, so they are loaded already
+                before[absent.at : absent.at + absent.tensor.numel()].zero_()
             return before
         whole = torch.zeros(part.shard.shape, dtype=value.dtype, device=value.device)
         for part, value in values:
