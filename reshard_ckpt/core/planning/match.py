@@ -82,11 +82,12 @@ def match(
             continue
         index, code, saved = entry
         # A spec that fails both tests is listed once, by its shape.
-        if len(saved) != len(spec.shape):
-            what = f"saved with global shape {saved}, wanted {spec.shape}, of another number of dims"
-            shape.append(Problem(spec.name, what))
-        elif saved != spec.shape and not matches(spec.name, allow_resize):
-            shape.append(Problem(spec.name, f"saved with global shape {saved}, wanted {spec.shape}", "allow_resize"))
+        if saved != spec.shape and not (len(saved) == len(spec.shape) and matches(spec.name, allow_resize)):
+            what = f"saved with global shape {saved}, wanted {spec.shape}"
+            if len(saved) == len(spec.shape):
+                shape.append(Problem(spec.name, what, "allow_resize"))
+            else:
+                shape.append(Problem(spec.name, f"{what}, of another number of dims"))
         elif code != spec.dtype and not matches(spec.name, cast):
             dtype.append(Problem(spec.name, f"saved as {code}, wanted {spec.dtype}", "cast"))
         elif code != spec.dtype and quantized is not None and (why := quantized.refusal(catalog, index, spec.dtype)):

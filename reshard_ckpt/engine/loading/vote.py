@@ -90,7 +90,7 @@ def vote(
     named = resolved.named.union(catalog.index(name) for name in wanted.unplaced if name in catalog)
     problems = {**resolved.problems, "values": values, "kept": (*resolved.kept, *kept)}
     own_vote = {
-        "problems": {kind: [Problem.of(line).fields for line in lines] for kind, lines in problems.items()},
+        "problems": {kind: [Problem.of(line).fields for line in lines] for kind, lines in problems.items() if lines},
         "named": sorted(named),
         "refused": sorted(resolved.refused),
         "has_ties": bool(resolved.ties),
@@ -106,7 +106,7 @@ def vote(
         return _merge(catalog, votes, wanted.prefixes)
 
     result = merge_of_all(comm, own_vote, merge)
-    found = {kind: [Problem(*each) for each in each_of] for kind, each_of in result["problems"].items()}
+    found = {kind: [Problem(*each) for each in each_of] for kind, each_of in result["problems"].items() if each_of}
     lines: dict[str, Any] = {kind: tuple(map(str, each_of)) for kind, each_of in found.items()}
     report = LoadReport(**lines)
     if options.strict and report.problems:
