@@ -40,7 +40,8 @@ def test_a_parameter_without_hyperparameters_names_the_option_that_keeps_them(tm
     told = rf"bias; allow_missing= of its state keeps .*, as '{re.escape(key)}\.state\.bias' does for hyperparameters, or with"
     with pytest.raises(MismatchError, match=told):
         checkpoint.load(tmp_path, into)
-    assert checkpoint.load(tmp_path, into, allow_missing=[f"{key}.state.bias"]).kept
+    kept = checkpoint.load(tmp_path, into, allow_missing=[f"{key}.state.bias"]).kept
+    assert kept == (f"{key}.param_groups[0]: no saved group holds parameter bias",)  # without the advice
 
 
 def test_a_missing_value_may_be_allowed_and_the_state_of_another_optimizer_may_not(tmp_path: Path):
@@ -65,6 +66,9 @@ def test_a_resize_is_offered_where_it_helps(tmp_path: Path, wanted: tuple[int, .
     with pytest.raises(MismatchError, match=r"x: saved with global shape \(3,\)") as refused:
         checkpoint.load(tmp_path, into)
     assert ("allow_resize=" in str(refused.value), "of another number of dims" in str(refused.value)) == (resizes, not resizes)
+    with pytest.raises(MismatchError) as refused:
+        checkpoint.load(tmp_path, {**into, "y": torch.zeros(1)}, allow_missing=["y"])
+    assert "allow_missing" not in str(refused.value)  # it is given already
     if resizes:
         checkpoint.load(tmp_path, into, allow_resize=["x"])
     with pytest.raises(MismatchError, match=r"; load with strict=False to load what fits"):  # it has no allow_resize=
