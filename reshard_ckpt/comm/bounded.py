@@ -361,9 +361,9 @@ class BoundedStore:
 
         To give up, write the key yourself.
 
-        The wait blocks in the store's server, on a client of its own. If there is no further client (before torch 2.8, or with
-        too many open files) or the interpreter is ending, the wait asks the store again and again. `num_asking` is the number of
-        ranks that may do so at once: the more ranks, the longer the pauses, so that the server has time for other requests.
+        The wait blocks in the store's server, on a client of its own. If no further client can be made (before torch 2.8, or
+        with too many open files) or the interpreter is ending, the wait asks the store again and again. `num_asking` ranks may do
+        so at once: the more they are, the longer the pauses, so that the server has time for other requests.
         """
         if not self._connection.has(self._client):
             raise StoreLost("it has not replied before")

@@ -117,7 +117,7 @@ class Links:
     def receive_any(self, data: torch.Tensor, tag: int) -> None:
         """Fill a buffer with the next message of any rank.
 
-        There is no deadline: other ranks may ask for nothing for a long time.
+        It waits without a deadline, because other ranks may send no request for a long time.
         """
         # A deadline that passes would end the whole group, and with it the requests of this rank to others.
         self._group.recv_anysource([data], tag).wait(_NO_DEADLINE)

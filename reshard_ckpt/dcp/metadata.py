@@ -174,4 +174,4 @@ def _read_metadata(path: Path, at: str, save_id: str) -> Metadata:
                 f"{source.storage.url}: holds save {source.catalog.save_id} by now, and not {save_id}; look at the metadata of "
                 "a save before the next one replaces it"
             )
-        return metadata_of(source.catalog, dict(all_values(source, True, group_of(None))), path)
+        return metadata_of(source.catalog, dict(all_values(source, verify=True, group=group_of(None))), path)

@@ -82,7 +82,7 @@ class Opaque:
 
 
 def attributes_of(made: Any) -> dict[Any, Any] | None:
-    """Return the attributes of the object that a `StandInObject` stands for; None if there is no such object or dict."""
+    """Return the dict of attributes in a `StandInObject`; None for any other value, and if the attributes are no dict."""
     return made.state if isinstance(made, StandInObject) and isinstance(made.state, dict) else None
 
 

@@ -11,7 +11,7 @@ class Problem(str):
     name, what
         The name of a tensor or value, which may contain a colon itself, and the reason.
     cure
-        The option with which the state would load, such as "cast"; "" if there is none.
+        The option with which the state would load, such as "cast"; "" if no option helps.
     lacks
         The name that the checkpoint lacks, if that is the reason; it is what patterns of `allow_missing` match.
 
@@ -49,6 +49,11 @@ class Problem(str):
 
 COMBINE = "combine"
 """The cure of `PerRank` values that another number of ranks saved: its argument says what becomes of them."""
+
+
+def not_saved(name: str) -> Problem:
+    """Return the problem of a wanted tensor or value whose name the checkpoint lacks."""
+    return Problem(name, "not in the checkpoint", "allow_missing", name)
 
 
 def no_place(name: str, where: str = "", *, what: str = "") -> Problem:

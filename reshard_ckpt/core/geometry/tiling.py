@@ -229,9 +229,9 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Runs, reported: fr
     low = boxes[0][joined.box[cut.parent]] + cut.offsets
     first = np.searchsorted(tensor, np.arange(len(shapes) + 1))
     sizes, num = volumes(shapes), np.diff(first)
-    simple = _are_slabs(shapes, tensor, low, cut.lengths)
+    slabs = _are_slabs(shapes, tensor, low, cut.lengths)
     verified: set[bytes] = set()
-    for t in np.flatnonzero(((sizes > 0) | (num > 0)) & ~simple).tolist():
+    for t in np.flatnonzero(((sizes > 0) | (num > 0)) & ~slabs).tolist():
         if t in reported:
             continue
         part = slice(first[t], first[t + 1])

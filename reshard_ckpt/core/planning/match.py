@@ -10,15 +10,13 @@ import numpy as np
 
 from ..catalog.model import Catalog
 from ..catalog.names import bare
-from ..catalog.problems import Problem
+from ..catalog.problems import Problem, not_saved
 from ..catalog.specs import PieceColumns, TensorSpec
 from ..geometry.runs import I64, decompose, pad_left, volumes
 from ..geometry.tiling import Fault, find_faults
 from ..report import describe_region
 from .load_plan import LoadPlan
 from .scales import Quantized
-
-MISSING = "not in the checkpoint"
 
 
 class Match(NamedTuple):
@@ -78,7 +76,7 @@ def match(
     names = [saved_as.get(spec.name, spec.name) for spec in specs]
     for i, (spec, entry) in enumerate(zip(specs, catalog.found(names), strict=True)):
         if entry is None:
-            missing[Problem(spec.name, MISSING, "allow_missing", spec.name)] = spec
+            missing[not_saved(spec.name)] = spec
             continue
         index, code, saved = entry
         # A spec that fails both tests is listed once, by its shape.

@@ -211,7 +211,7 @@ class _Placer:
         return AxisPlacement(axis, "replicate") if saved is None or axis == PIPELINE else saved
 
     def _stacked_dim(self, name: str, axis: str) -> int | None:
-        """Return the dim of a tensor along which layers (on ``pp``) or experts (on ``ep``) are stacked; None if there is none."""
+        """Return the dim of a tensor along which layers (on ``pp``) or experts (on ``ep``) are stacked, or None."""
         parameter = self.saved.parameter_of_same_shape(name)
         if axis not in GIVEN_BY_NAMES or (parameter is None and self.saved.links[name].optimizer):
             return None

@@ -65,7 +65,7 @@ class Found(NamedTuple):
     def lend(self, stack: ExitStack) -> bytes:
         """Copy the catalog's bytes into shared memory, and return a message with which other ranks of this machine `borrow` them.
 
-        The memory exists until `stack` is closed. The message is empty if there is no shared memory.
+        The memory exists until `stack` is closed. The message is empty if this machine has no shared memory.
         """
         from ...comm.shared_memory import Segment  # imports torch
 

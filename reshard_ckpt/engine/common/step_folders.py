@@ -100,7 +100,7 @@ it."""
 
 
 def names_at(root: Storage) -> StepNames:
-    """Read the note with the patterns of a run's step folders; if there is none, the default pattern is the only one."""
+    """Read the patterns of a run's step folders from its note. A run without a note has the default pattern alone."""
     return STEP_NAMES.read(root) or StepNames()
 
 
@@ -137,7 +137,7 @@ def describe_run(root: Storage) -> str | None:
 def _newest_current(root: Storage, committed: Mapping[int, str]) -> int:
     """Return the newest committed step that is not superseded in the run's lineage.
 
-    Return the newest of all if there is none, or if the lineage or a catalog cannot be read.
+    Return the newest of all steps if each of them is superseded, or if the lineage or a catalog cannot be read.
     """
     newest = max(committed)
     with suppress(CheckpointError):

@@ -14,8 +14,8 @@ from ...comm.protocol import Comm, merge_of_all
 from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.names import is_below
-from ...core.catalog.problems import Problem
-from ...core.planning.match import MISSING, matches
+from ...core.catalog.problems import Problem, not_saved
+from ...core.planning.match import matches
 from ...core.report import MAX_NAMED, LoadReport, few, nearest, summarize_kinds
 from ...errors import MismatchError, UsageError
 from ...format.shard_file import opaque_name
@@ -212,7 +212,7 @@ def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[tuple[str, ..
     Only the lines that a message shows are looked at. A line without a similar name is left out.
     """
     shown = [Problem(*each) for kind in ("missing", "values") for each in problems[kind][:MAX_NAMED]]
-    missing = [problem for problem in shown if problem.what == MISSING]
+    missing = [problem for problem in shown if problem.lacks == problem.name]
     if not missing:
         return []
     table = catalog.tensors_table
@@ -226,9 +226,7 @@ def missing_values(catalog: Catalog, names: Iterable[str]) -> list[Problem]:
     saved = set(catalog.value_names)
     absent = [name for name in names if name not in saved]
     blobs = set(catalog.tensors_table.names) if absent else set()
-    return [
-        Problem(name, _OPAQUE) if opaque_name(name) in blobs else Problem(name, MISSING, "allow_missing", name) for name in absent
-    ]
+    return [Problem(name, _OPAQUE) if opaque_name(name) in blobs else not_saved(name) for name in absent]
 
 
 def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[Problem]:
