@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from reshard_ckpt.comm import Comm, open_session
 from reshard_ckpt.comm import exchange as exchange_module
 from reshard_ckpt.comm import group as group_module
 from reshard_ckpt.comm.sessions import current_group
-from reshard_ckpt.errors import LayoutError, UsageError
+from reshard_ckpt.errors import LayoutError, PeerError, UsageError
 from tests.deadlines import over_when_here_are_all_but
 from tests.launch import run_ranks
 
@@ -178,6 +178,19 @@ def groups_and_threads() -> dict[str, Any]:
         assert some is not None
         came = some.swap([b"%d to %d" % (rank, other) for other in own])
         result[f"exchange of {len(own)}"] = came == [b"%d to %d" % (other, rank) for other in own]
+    # A group that could not be made is tried again in a part of the store that has nothing of the first try.
+    seen = []
+
+    def fail(store: Any, *args: object, **options: object) -> None:
+        store.allow(600)
+        seen.append(store.check([f"try of {rank}"]))
+        store.set(f"try of {rank}", b"")
+        raise PeerError("no group today")
+
+    for _ in range(2):
+        with mock.patch.object(exchange_module, "gloo_group", fail), suppress(PeerError):
+            exchange_module.open_exchange(None, timeout_s=600, members=[rank % 2, rank % 2 + 2])
+    result["tried twice"] = seen == [False, False]
     return result
 
 

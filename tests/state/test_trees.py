@@ -501,14 +501,22 @@ def test_dicts_keep_the_order_of_their_keys(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("param_groups.params", "state.weight"), ("param_groups.params",), ("param_groups.0.weight", "state.0.weight")]
+    "names",
+    [
+        ("param_groups.params", "state.weight"),
+        ("param_groups.params",),
+        ("param_groups.0.weight", "state.0.weight"),
+        ("param_groups.0.gain", "state.weight"),
+    ],
 )
 def test_names_like_those_of_a_flattened_optimizer_may_be_a_models(names: tuple[str, ...], tmp_path: pathlib.Path) -> None:
-    model = {name: position_values((2, 3), salt=salt) for salt, name in enumerate(names)}
+    shapes = {name: () if name.endswith("gain") else (2, 3) for name in names}
+    model = {name: position_values(shape, salt=salt) for salt, (name, shape) in enumerate(shapes.items())}
     checkpoint.save(tmp_path / "a", {"model": model})
+    assert checkpoint.catalog(tmp_path / "a").names == tuple(f"model.{name}" for name in names)
     checkpoint.convert(tmp_path / "a", tmp_path / "b.pt", to="torch")
     for path in (tmp_path / "a", tmp_path / "b.pt"):
-        into = {name: torch.zeros(2, 3) for name in names}
+        into = {name: torch.zeros(shape) for name, shape in shapes.items()}
         checkpoint.load(path, {"model": into})
         assert {name: tensor.tolist() for name, tensor in into.items()} == {name: t.tolist() for name, t in model.items()}
 
