@@ -29,6 +29,7 @@ from ..errors import UnsupportedError
 from ..format.dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.describe import Index, saved_path
+from ..state.optimizer_dicts import are_numbered_groups
 from ..storage import LocalStorage
 from ..torchfile.object_writer import StreamedTensor, described_object, directory_of, laid_out, object_bytes
 from ..torchfile.zip_records import whole_record
@@ -99,7 +100,9 @@ class _Optimizer:
         return None if fqn in self.tied else (*self.above, STATE, self.numbers.get(fqn, fqn), *link.key.split("."))
 
     def numbered(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return an optimizer's groups as ``optimizer.state_dict()`` has them: parameters by number, with ``param_names``."""
+        """Return groups as ``optimizer.state_dict()`` has them: parameters by number, and ``param_names`` if there are names."""
+        if are_numbered_groups(groups):
+            return groups
         names = [[fqn for fqn in group["params"] if fqn not in self.tied] for group in groups]
         return [
             {**group, "params": [self.numbers[fqn] for fqn in own], "param_names": own}
@@ -117,11 +120,15 @@ def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]
     }
     found = []
     for entry in catalog.values_table:
+        optimizer, groups = optimizer_of(entry.name), values[entry.name]
         if entry.kind is ValueKind.PARAM_GROUPS:
-            fqns = [fqn for group in values[entry.name] for fqn in group["params"]]
+            fqns = [fqn for group in groups for fqn in group["params"]]
             tied = frozenset(fqn for fqn in fqns if below.get(fqn) in fqns)
             numbers = {fqn: number for number, fqn in enumerate(fqn for fqn in fqns if fqn not in tied)}
-            found.append(_Optimizer(optimizer_of(entry.name) or "", numbers, tied))
+            found.append(_Optimizer(optimizer or "", numbers, tied))
+        elif optimizer is not None and are_numbered_groups(groups):
+            # It was saved by number, without names: its names have these numbers, as text.
+            found.append(_Optimizer(optimizer, {str(n): n for group in groups for n in group["params"]}, frozenset()))
     return found
 
 
@@ -136,6 +143,7 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, St
         if path is not None:
             put(root, path, tensor)
     check_keys(decode_path(entry.path) for entry in catalog.values_table)
+    groups = {groups_name(name) for name in optimizers}
     for entry in catalog.values_table:
         if (link := links.get(entry.name)) is not None:
             path = optimizers[link.optimizer].path(link)
@@ -143,7 +151,7 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, St
             # A value has its own path, unless it was in a list: the list's other elements may be unknown, so use its name.
             own = saved_path(decode_path(entry.path))
             path = _path(entry.name) if any(isinstance(key, Index) for key in own) else own
-        if path is not None and entry.kind is not ValueKind.PARAM_GROUPS:
+        if path is not None and entry.name not in groups:
             put(root, path, values[entry.name])
     # Groups last. An optimizer without state still needs an empty dict for it, else torch would not load it.
     for member in optimizers.values():

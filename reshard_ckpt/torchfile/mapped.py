@@ -28,6 +28,10 @@ _DTENSOR = b"ctorch.distributed.tensor\nDTensor\n"
 """The bytes in a pickle that name torch's class DTensor."""
 
 
+_PROTOCOL = b"\x80\x02"
+"""The first bytes of a pickle of protocol 2, the newest one that ``torch.load(weights_only=True)`` reads whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class MappedFile:
     """A file that is mapped into memory, at the address `base`."""
@@ -72,7 +76,7 @@ def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
 
 
 def _load_error(path: str, error: Exception) -> CheckpointError:
-    """Return the error for a file that ``torch.load`` refused: `UnsupportedError` if it names classes that are not allowed.
+    """Return the error for a file that ``torch.load`` refused: `UnsupportedError` for a class or protocol that is not allowed.
 
     Any other error becomes a `CorruptError`.
     """
@@ -85,6 +89,13 @@ def _load_error(path: str, error: Exception) -> CheckpointError:
             f"{path}: holds {few(foreign, 3)}, not only tensors and plain values, and "
             "loading those could run any code; save it again without them, or allow them with "
             "torch.serialization.add_safe_globals if you trust the file"
+        )
+    with open(path, "rb") as file:
+        version = ZipRecords(file, path).read_pickle(sys.byteorder)[:2]
+    if version > _PROTOCOL:
+        return UnsupportedError(
+            f"{path}: was saved with pickle_protocol={version[1]}, which torch reads only if the file may run code; load it with "
+            "torch if you trust it, and save it again without pickle_protocol="
         )
     return CorruptError(
         f"{path}: torch cannot load it ({str(error).splitlines()[0][:200] if str(error) else error!r}); use another copy"

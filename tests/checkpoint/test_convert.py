@@ -146,6 +146,24 @@ def test_a_torch_file_is_what_torch_would_have_saved(tmp_path: Path):
         assert found["extra"]["lr"].item() == 0.5
 
 
+@pytest.mark.parametrize("between", ["torch", "reshard", "dcp"])
+def test_an_optimizer_that_was_saved_by_number_stays_so_in_a_torch_file(between: str, tmp_path: Path) -> None:
+    _, optimizer = trained()
+    _, other = trained()
+    wanted = optimizer.state_dict()
+    for state in wanted["state"].values():
+        state["step"] = int(state["step"])  # a value, as old releases of torch have it
+        state["exp_avg"] += 1
+    torch.save({"optimizer": wanted}, tmp_path / "a.pt")
+    checkpoint.convert(tmp_path / "a.pt", tmp_path / "between", to=between)
+    checkpoint.convert(tmp_path / "between", tmp_path / "x.pt", to="torch")
+    other.load_state_dict(torch.load(tmp_path / "x.pt", weights_only=True)["optimizer"])
+    found = other.state_dict()["state"]
+    assert found.keys() == wanted["state"].keys()
+    for number, state in wanted["state"].items():
+        assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(found[number][key])) for key, value in state.items())
+
+
 def test_a_torch_file_is_a_sound_zip_with_aligned_records(tmp_path: Path):
     state = {f"w{i}": values_of((i * 7 + 1,), "BF16", i) for i in range(9)} | {"none": torch.zeros(0, 4)}
     checkpoint.save(tmp_path / "n", {"model": state})

@@ -260,6 +260,9 @@ def test_files_that_are_no_checkpoints_are_named(tmp_path: Path):
     torch.save({"model": torch.nn.Linear(2, 2)}, path)
     with pytest.raises(UnsupportedError, match="torch.nn.modules.linear.Linear.*could run any code"):
         checkpoint.catalog(path)
+    torch.save({"w": torch.ones(2)}, path, pickle_protocol=4)
+    with pytest.raises(UnsupportedError, match="pickle_protocol=4, .*save it again without"):
+        checkpoint.catalog(path)
     path.write_bytes(b"nothing of the kind")
     with pytest.raises(CheckpointNotFound, match="a file of no format that is known") as caught:
         checkpoint.catalog(path)
