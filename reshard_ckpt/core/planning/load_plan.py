@@ -2,7 +2,8 @@
 
 1. Cut every wanted piece into boxes.
 2. Pair each box with the saved rows of its tensor whose bounds touch it (`geometry.tiling`).
-3. Cut these rows where their bytes cross a *window* of their file (a part of fixed size), and then into boxes. The overlaps of
+3. Join the inner dims of a pair that its row and its wanted box hold whole and in order. Most pairs are left with one dim.
+4. Cut these rows where their bytes cross a *window* of their file (a part of fixed size), and then into boxes. The overlaps of
    these with the wanted boxes are the *items*. So every item lies in one window, windows can be read independently, and no byte
    is read for two windows. Windows of a row before its first wanted element, or behind the last, are skipped.
 
@@ -13,7 +14,7 @@ memory of destination ``dest`` with element strides ``dst_strides``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -106,15 +107,15 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
     found: list[tuple[I64, ...]] = []
     for begin in range(0, len(pairs.box), MAX_PAIRS):
         some = pairs.take(slice(begin, begin + MAX_PAIRS))
-        first, last = _windows_of(boxes, some, catalog.rows.offset[some.row], *_row_boxes(catalog, some.row, width), window_bytes)
+        regions = _regions(catalog, boxes, some, width)
+        first, last = _windows_of(some, regions, catalog.rows.offset[some.row], window_bytes)
         for few in batches(last - first + 1, MAX_WINDOWS):
-            found.append(_items(catalog, boxes, some.take(few), (first[few], last[few]), window_bytes, width))
+            found.append(_items(catalog, some.take(few), regions.take(few), (first[few], last[few]), window_bytes))
     if len(found) != 1:
         flat, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
-        found = [tuple(map(np.concatenate, zip((flat, flat, flat, flat, wide, wide, wide), *found, strict=True)))]
-    # box[i]: index of the wanted box that item i fills; offset[i], lengths[i]: the item as a box of the global tensor.
-    [(box, file, window, src, offset, lengths, src_strides)] = found
-    strides = boxes.strides[box]
+        found = [tuple(map(np.concatenate, zip((flat, flat, flat, flat, flat, wide, wide, wide), *found, strict=True)))]
+    # box[i]: index of the wanted box that item i fills.
+    [(box, file, window, src, dst, lengths, src_strides, dst_strides)] = found
     return LoadPlan(
         file=file,
         window=window,
@@ -123,8 +124,8 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
         src_strides=src_strides,
         item_bytes=item_bytes[boxes.tensor[box]],
         dest=wanted.tensor[boxes.piece[box]],
-        dst=boxes.base[box] + dot(offset - boxes.offsets[box], strides),
-        dst_strides=strides,
+        dst=dst,
+        dst_strides=dst_strides,
         covered=np.bincount(boxes.piece[box], weights=volumes(lengths), minlength=len(wanted.start)).astype(np.int64),
     )
 
@@ -179,34 +180,74 @@ def _meet(catalog: Catalog, boxes: _WantedBoxes, item_bytes: I64, width: int) ->
     return _Pairs(box, row, rows.start[row], rows.count[row], item_bytes[boxes.tensor[box]])
 
 
-def _items(
-    catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, windows: tuple[I64, I64], window_bytes: int, width: int
-) -> tuple[I64, ...]:
+@dataclass(frozen=True, slots=True)
+class _Regions(ColumnTable):
+    """The two boxes of each pair, as columns: the box of its row, and its wanted box.
+
+    Element 0 of the wanted box lies at element ``base`` of the destination's memory, which has element strides ``strides``.
+    """
+
+    offsets: I64
+    lengths: I64
+    wanted_offsets: I64
+    wanted_lengths: I64
+    base: I64
+    strides: I64
+
+
+def _regions(catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, width: int) -> _Regions:
+    """Look up the boxes of each pair, and join inner dims in which both boxes are equal and memory is in order.
+
+    Elements keep their order in both boxes. Otherwise a window, whose borders are within rows, would cut a matrix into a part
+    of a row, whole rows, and a part of a row.
+    """
+    offsets, lengths = _row_boxes(catalog, pairs.row, width)
+    wanted_offsets, wanted_lengths, strides = boxes.offsets[pairs.box], boxes.lengths[pairs.box], boxes.strides[pairs.box]
+    # joined: the pairs whose dims behind `dim` are all joined in the last one.
+    joined = np.arange(len(pairs.box))
+    for dim in range(width - 2, -1, -1):
+        inner, step = lengths[joined, -1], strides[joined, -1]
+        equal = (inner == wanted_lengths[joined, -1]) & (offsets[joined, -1] == wanted_offsets[joined, -1])
+        joins = equal & ((wanted_lengths[joined, dim] == 1) | (strides[joined, dim] == inner * step))
+        joined, inner = joined[joins], inner[joins]
+        for column, rest in ((offsets, 0), (lengths, 1), (wanted_offsets, 0), (wanted_lengths, 1)):
+            column[joined, -1] = column[joined, dim] * inner
+            column[joined, dim] = rest
+    return _Regions(offsets, lengths, wanted_offsets, wanted_lengths, boxes.base[pairs.box], strides)
+
+
+def _items(catalog: Catalog, pairs: _Pairs, regions: _Regions, windows: tuple[I64, I64], window_bytes: int) -> tuple[I64, ...]:
     """Cut pairs of a wanted box and a saved row at windows of the file, and into boxes.
 
-    Return the columns of the resulting items.
-
-    The columns are: index of the wanted box, file, window, `src`, global offsets, lengths, and `src_strides` (offset and strides
-    in bytes). `windows` has the first and the last window of each pair.
+    Return the columns of the resulting items: index of the wanted box, file, window, `src`, `dst`, lengths, `src_strides` and
+    `dst_strides`; `src` and its strides are in bytes. `windows` has the first and the last window of each pair.
     """
-    rows = catalog.rows
-    # A pair now lies in one window: a row that spans several windows is in as many pairs, each with its part of the row.
-    pairs = _cut_at_windows(pairs, rows.offset[pairs.row], *windows, window_bytes)
-    offsets, lengths = _row_boxes(catalog, pairs.row, width)
-    # A pair is now one box of its part. cut.offsets are relative to the row's box, whose global offsets are `origin`.
-    cut = decompose(lengths, pairs.start, pairs.count)
-    pairs, origin, strides = pairs.take(cut.parent), offsets[cut.parent], strides_of(lengths)[cut.parent]
-    # low, high: the global bounds of the overlap of that box with the wanted one; empty overlaps are dropped.
-    low = np.maximum(origin + cut.offsets, boxes.offsets[pairs.box])
-    high = np.minimum(origin + cut.offsets + cut.lengths, boxes.offsets[pairs.box] + boxes.lengths[pairs.box])
+    rows, (first, last) = catalog.rows, windows
+    # A pair's row has one part in each window. part[i]: the pair of part i; bound[i]: where its window begins, in bytes from the
+    # first byte of the row.
+    part, step = ranges(last - first + 1)
+    window = first[part] + step
+    bound, each, count = window * window_bytes - rows.offset[pairs.row[part]], pairs.item_bytes[part], pairs.count[part]
+    # begin, end: the elements of the row that begin in the window; windows in which none begins are dropped.
+    begin, end = np.clip(-(-bound // each), 0, count), np.clip(-(-(bound + window_bytes) // each), 0, count)
+    filled = np.flatnonzero(end > begin)
+    part, window, begin, count = part[filled], window[filled], begin[filled], (end - begin)[filled]
+    # Each part is cut into boxes. From here on, entry i of each array is box i; cut.offsets are relative to the row's box.
+    cut = decompose(regions.lengths[part], pairs.start[part] + begin, count)
+    part, window = part[cut.parent], window[cut.parent]
+    pairs, regions = pairs.take(part), regions.take(part)
+    strides = strides_of(regions.lengths)
+    # low, high: the bounds of the overlap of the box with the wanted one; empty overlaps are dropped.
+    low = np.maximum(regions.offsets + cut.offsets, regions.wanted_offsets)
+    high = np.minimum(regions.offsets + cut.offsets + cut.lengths, regions.wanted_offsets + regions.wanted_lengths)
     if not (keep := all_less(low, high)).all():
-        pairs, origin, strides, low, high = pairs.take(keep), origin[keep], strides[keep], low[keep], high[keep]
+        pairs, regions, window = pairs.take(keep), regions.take(keep), window[keep]
+        strides, low, high = strides[keep], low[keep], high[keep]
     # position[i]: where the overlap begins in its row, in elements from the row's first one, which is at rows.offset of its file.
-    position = dot(low - origin, strides) - rows.start[pairs.row]
-    offset, each = rows.offset[pairs.row], pairs.item_bytes
-    # The window in which the first element of the part begins, which is the window that the part was cut at.
-    window = (offset + (pairs.start - rows.start[pairs.row]) * each) // window_bytes
-    return pairs.box, rows.file[pairs.row], window, offset + position * each, low, high - low, strides * each[:, None]
+    position = dot(low - regions.offsets, strides) - rows.start[pairs.row]
+    src = rows.offset[pairs.row] + position * pairs.item_bytes
+    dst = regions.base + dot(low - regions.wanted_offsets, regions.strides)
+    return pairs.box, rows.file[pairs.row], window, src, dst, high - low, strides * pairs.item_bytes[:, None], regions.strides
 
 
 def _row_boxes(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64]:
@@ -215,18 +256,17 @@ def _row_boxes(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64]:
     return pad_left(catalog.boxes.offsets[box], width, 0), pad_left(catalog.boxes.lengths[box], width, 1)
 
 
-def _windows_of(
-    boxes: _WantedBoxes, pairs: _Pairs, offset: I64, offsets: I64, lengths: I64, window_bytes: int
-) -> tuple[I64, I64]:
+def _windows_of(pairs: _Pairs, regions: _Regions, offset: I64, window_bytes: int) -> tuple[I64, I64]:
     """Find, for each pair, the first and the last window of the file with bytes of the pair's row that lie in the wanted box.
 
-    The pair's row begins at byte ``offset[i]`` of its file, and its box is ``offsets[i], lengths[i]``. A row may miss the wanted
-    box although its bounds touch it: its last window is then before its first one.
+    The pair's row begins at byte ``offset[i]`` of its file. A row may miss the wanted box although its bounds touch it: its last
+    window is then before its first one.
     """
     # low, high: the overlap of the row's box with the wanted box.
-    low = np.maximum(offsets, boxes.offsets[pairs.box])
-    high = np.minimum(offsets + lengths, boxes.offsets[pairs.box] + boxes.lengths[pairs.box])
-    strides, each = strides_of(lengths), pairs.item_bytes
+    offsets = regions.offsets
+    low = np.maximum(offsets, regions.wanted_offsets)
+    high = np.minimum(offsets + regions.lengths, regions.wanted_offsets + regions.wanted_lengths)
+    strides, each = strides_of(regions.lengths), pairs.item_bytes
     # begin, end: the first wanted element and the one behind the last, counted from the row's first element.
     begin = np.maximum(dot(low - offsets, strides) - pairs.start, 0)
     end = np.minimum(dot(high - 1 - offsets, strides) + 1 - pairs.start, pairs.count)
@@ -237,22 +277,3 @@ def _windows_of(
         size = int((pairs.count * each).max())
         raise CorruptError(f"rows of {size} bytes are more than one rank can read; use another checkpoint")
     return first, last
-
-
-def _cut_at_windows(pairs: _Pairs, offset: I64, first: I64, last: I64, window_bytes: int) -> _Pairs:
-    """Cut each pair's row into one part for each window from `first` to `last`.
-
-    The row begins at byte ``offset[i]`` of its file. An element belongs to the window in which it begins. Elements in other
-    windows are dropped.
-    """
-    each, count = pairs.item_bytes, pairs.count
-    # One entry for each pair and window. bound[i]: where that window begins, in bytes from the row's first byte.
-    of_pair, step = ranges(last - first + 1)
-    bound = (first[of_pair] + step) * window_bytes - offset[of_pair]
-    # low, high: the elements of the row that begin in the window.
-    low = np.clip(-(-bound // each[of_pair]), 0, count[of_pair])
-    high = np.clip(-(-(bound + window_bytes) // each[of_pair]), 0, count[of_pair])
-    keep = np.flatnonzero(high > low)
-    of_pair, low, high = of_pair[keep], low[keep], high[keep]
-    cut = pairs.take(of_pair)
-    return replace(cut, start=cut.start + low, count=high - low)

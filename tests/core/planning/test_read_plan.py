@@ -192,6 +192,13 @@ def test_a_slice_of_rows_reads_those_rows_alone() -> None:
     assert reads_for(catalog, plan, 128 << 10).num_bytes <= plan.num_bytes + (256 << 10)
 
 
+def test_whole_rows_come_as_one_run_from_each_window_although_its_borders_cut_rows() -> None:
+    catalog = one_matrix(1000, 100, 100)
+    plan = plan_for(catalog, [wanted_box((1000, 100), (10, 0), (800, 100))], 4096)
+    assert len(plan.window) == len(np.unique(plan.window)) > 70
+    assert plan.num_bytes == 800 * 100 * 4
+
+
 def test_far_apart_columns_are_read_one_by_one_and_near_ones_together() -> None:
     far = one_matrix(16, 1 << 18, 1 << 18)
     plan = plan_for(far, [wanted_box((16, 1 << 18), (0, 7), (16, 1024))])
