@@ -96,12 +96,18 @@ def _encode_tensor(value: torch.Tensor, place: Any) -> Any:
         place.refuse(
             f"a {value.layout} tensor of {value.dtype} on {value.device} cannot be saved in a value; make it dense, with data"
         )
-    flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = flat_copy(value)
     if flat.dtype is torch.bool:  # uninitialized memory may have bytes other than 0 and 1, which a reader refuses
         flat = flat.view(torch.uint8) != 0
-    # torch cannot view an empty tensor with some strides.
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return {"torch.Tensor": [name, list(value.shape), data]}
+    return {"torch.Tensor": [name, list(value.shape), flat.view(torch.uint8).numpy().tobytes()]}
+
+
+def flat_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy the elements of a dense tensor into new host memory, in one dim. The copy can be viewed as bytes.
+
+    torch cannot view an empty tensor as bytes, nor one of one element, if its stride is not 1.
+    """
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu").copy_(tensor.detach().reshape(-1))
 
 
 ENCODERS: dict[type, Callable[[Any, Any], Any]] = {

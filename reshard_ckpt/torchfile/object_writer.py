@@ -22,7 +22,7 @@ from ..core.catalog.specs import Ints, row_major_strides
 from ..core.report import type_in_words
 from ..errors import UnsupportedError
 from ..format.objects import Named
-from ..format.torch_values import SPARSE_PARTS
+from ..format.torch_values import SPARSE_PARTS, flat_copy
 from .objects import NAMESPACE, NAMESPACE_TAG, may_be_called
 from .pickle_writer import FunctionCall, Global, Instance, PersistentId, pickled
 from .tensors import STORAGE_DTYPES
@@ -167,8 +167,7 @@ class _Parts:
             held = [*(getattr(value, part)() for part in SPARSE_PARTS[value.layout]), value.shape]
             held += [value.is_coalesced()] if value.layout is torch.sparse_coo else []
             return FunctionCall(Global("torch._utils", "_rebuild_sparse_tensor"), (layout, tuple(held)))
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        self.storages.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        self.storages.append(flat_copy(value).view(torch.uint8).numpy().tobytes())
         return tensor_parts(value.dtype, tuple(value.shape), str(len(self.storages) - 1))
 
 

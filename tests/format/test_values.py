@@ -175,6 +175,7 @@ def test_tensors_come_back_dense_on_the_cpu_with_memory_of_their_own():
     assert torch.equal(decoded, base.t())
     assert not decoded.requires_grad
     decoded += 1
+    assert torch.equal(decode_value(encode_value(base[:1, 1], "x")), base[:1, 1])  # one element, whose stride is 4
     conjugate = torch.tensor([1 + 2j]).conj()
     assert torch.equal(decode_value(encode_value(conjugate, "x")), conjugate.resolve_conj())
 

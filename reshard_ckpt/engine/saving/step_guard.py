@@ -181,11 +181,10 @@ class ChangeDetector:
             for tensor in self._scalars:
                 scalars[tensor.device, tensor.dtype].append(tensor)
             for tensor in self._sampled:
-                part = tensor.reshape(-1) if self._is_whole else _middle(tensor)
-                parts[tensor.device, tensor.dtype].append(part.contiguous().view(torch.uint8))
-            # A stack of scalars is one call for all of them.
-            stacked = [torch.stack(of_kind).view(torch.uint8) for of_kind in scalars.values()]
-            return stacked + [torch.cat(of_kind) for of_kind in parts.values()]
+                parts[tensor.device, tensor.dtype].append(tensor.reshape(-1) if self._is_whole else _middle(tensor))
+            # One call for all of a kind. It copies: torch cannot view a part of one element as bytes if its stride is not 1.
+            copies = [*map(torch.stack, scalars.values()), *map(torch.cat, parts.values())]
+            return [copied.view(torch.uint8) for copied in copies]
 
 
 def _middle(tensor: torch.Tensor) -> torch.Tensor:

@@ -268,8 +268,12 @@ def test_a_change_of_few_rows_is_found(num_rows: int) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (2, 3, 5), (1, 40)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2])
-def test_changes_are_detected_in_any_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("others_bytes", [0, 8 << 20], ids=["compared whole", "sampled"])
+def test_changes_are_detected_in_any_tensor(shape: tuple[int, ...], dtype: torch.dtype, others_bytes: int) -> None:
     tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(7, 9).to(dtype).t(), torch.zeros(1, dtype=dtype).expand(4)]
+    # Parts of one element with another stride than 1: a slice of a column, and a 1 × 1 convolution in channels_last.
+    tensors += [torch.zeros(3, 4).to(dtype)[:1, 1], torch.zeros(6, 5, 1, 1).to(dtype).to(memory_format=torch.channels_last)]
+    tensors.append(torch.zeros(others_bytes, dtype=torch.uint8))
     with torch.inference_mode():
         tensors.append(torch.zeros(5, dtype=dtype))
     detector = ChangeDetector(tensors)
