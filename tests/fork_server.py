@@ -54,12 +54,17 @@ PRELOADED = (
     "torch.distributed.optim",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
-    "torch.utils.serialization",
 )
 """What most jobs import. None of it may start a thread."""
 
-LARGE = ("peft", "torchdata.stateful_dataloader", "transformers.models.llama.modeling_llama", "transformers.trainer")
-"""What few jobs import, for which each would need more than a second. It is imported where it is installed."""
+LARGE = (
+    "peft",
+    "torch.utils.serialization",  # of torch 2.7
+    "torchdata.stateful_dataloader",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+)
+"""Imported where it is installed. Few jobs need it, but each would take more than a second for it."""
 
 COLLECT_EVERY = 5000
 """New objects between two collections of garbage; Python's own 700 takes three in a hundred CPU seconds of the tests."""

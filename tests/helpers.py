@@ -23,6 +23,11 @@ from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.format.values import decode_value
 from reshard_ckpt.state import Captured, LocalTensor, PerRankValues, prepare_load
 
+NEWER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+"""Torch 2.6 refuses to shard sizes that do not divide over FSDP2 and tensor parallelism at once, and runs no forward of FSDP2 on
+the CPU. Its DCP mistakes some uneven shards when it saves, takes no group without rank 0 and no ``no_dist``, and has no state for
+the second name of a tied weight in the flat form."""
+
 
 @dataclass(frozen=True)
 class Saved:

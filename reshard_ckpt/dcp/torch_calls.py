@@ -6,9 +6,12 @@ of the caller's own is used as it is, and writes its own format.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -19,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from ..errors import UsageError
+from ..errors import UnsupportedError, UsageError
 from .arguments import Path, check_flattens, group_of, named_path
 from .reader import ReshardReader
 from .writer import ReshardWriter
@@ -84,6 +87,11 @@ def call_torch(call: str, state_dict: Any, checkpoint_id: Path | None, store: An
         Its storage argument. A storage that only names a folder is replaced by this library's.
     options
         All other arguments. Those with the default value are left out: not every release of torch has each of them.
+
+    Raises
+    ------
+    UnsupportedError
+        This release of torch lacks an argument that was given.
     """
     option, path = "storage_reader" if call == "load" else "storage_writer", named_path(checkpoint_id, store)
     ours = _OPTIONS[option][1]
@@ -98,4 +106,12 @@ def call_torch(call: str, state_dict: Any, checkpoint_id: Path | None, store: An
     else:
         store = ours(path, process_group=group_of(options["process_group"], options["no_dist"]))
     given = {name: value for name, value in options.items() if value is not _DEFAULTS.get(name)}
+    lacking = given.keys() - inspect.signature(_CALLS[call]).parameters.keys()
+    if lacking == {"no_dist"} and not dist.is_initialized():  # without a group, each release works on its own
+        del given["no_dist"]
+    elif lacking:
+        raise UnsupportedError(
+            f"{', '.join(sorted(lacking))}: {call} of torch {torch.__version__} has no such argument, and it runs here because "
+            "the planner, the storage or the stager is your own; leave that out, or use a newer torch"
+        )
     return _CALLS[call](state_dict, **{option: store}, **given)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import NEWER
 from tests.launch import ROOT
 from tests.warm_python import warm_python
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not NEWER, reason="its layouts cut FSDP2 with tensor parallelism unevenly")
 def test_a_few_generations_find_nothing(tmp_path: Path):
     """It may wait for a minute: for a rank that is killed before the others know its process, or while it leaves."""
     out = tmp_path / "soak.json"

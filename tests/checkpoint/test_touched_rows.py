@@ -37,6 +37,7 @@ from reshard_ckpt.state.row_policies import POLICIES
 from tests.checkpoint.test_incremental import needed, on_disk
 from tests.core.catalog.test_packed import packed_one_by_one
 from tests.format import independent_reader
+from tests.helpers import NEWER
 from tests.launch import run_ranks
 from tests.tries import examples
 
@@ -697,6 +698,8 @@ def all_runs(root: str) -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Make all runs in one job of four ranks. Return the folder above the runs, and the bytes that each rank wrote."""
+    if not NEWER:
+        pytest.skip("fully_shard of torch 2.6 runs no forward on the CPU")
     root = tmp_path_factory.mktemp("layouts")
     return root, run_ranks(all_runs, 4, str(root))
 

@@ -24,6 +24,10 @@ from tests.comm.threads import Server, nodes_of, run_session, run_together
 from tests.deadlines import Clock, over_when, over_when_here_are_all_but
 from tests.tries import examples, is_long
 
+needs_clone = pytest.mark.skipif(
+    not hasattr(dist.Store, "clone"), reason="before torch 2.8, sessions poll, and machines have no stores of their own"
+)
+
 
 @pytest.fixture(params=["hash", "tcp"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
@@ -40,6 +44,7 @@ class TestStoreComm(CommContract):
         return lambda body: run_session(server, size, body)
 
 
+@needs_clone
 @pytest.mark.parametrize("joined", [False, True], ids=["first session", "later session"])
 class TestNodeComm(CommContract):
     """Ranks 0 and 1 are on one machine, ranks 2 to 4 on another, and rank 5 is alone."""
@@ -319,6 +324,7 @@ def check_program(
     assert told <= {f"rank {rank}: ValueError: boom {rank}" for rank in originals}
 
 
+@needs_clone
 def test_only_the_leader_of_a_machine_speaks_with_rank_0s_store():
     server = Server("tcp")
     nodes = joined(server, [(0,), (1, 2, 3)])
@@ -339,6 +345,7 @@ def test_only_the_leader_of_a_machine_speaks_with_rank_0s_store():
     assert {name: number for name, number in Counter(calls[1]).items() if name != "set"} == of_leader
 
 
+@needs_clone
 def test_the_ranks_of_a_machine_get_their_parts_of_a_scatter_in_one_payload(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(payloads, "_SAVED_AT_ONCE", 1)
     server = Server("tcp")
@@ -421,7 +428,7 @@ class Noting:
         return getattr(self.store, name)
 
 
-@pytest.mark.skipif(not hasattr(dist.Store, "clone"), reason="before torch 2.8, sessions poll")
+@needs_clone
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_rank_waits_in_the_server_and_asks_nothing_meanwhile(server: Server, fails: bool):
     calls, waits = {rank: [] for rank in range(3)}, {rank: threading.Event() for rank in range(3)}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import reshard_ckpt
 from tests.comm import waits
@@ -57,6 +58,7 @@ WAITS = {
 JOBS = [
     (name, how, victim)
     for name, row in TABLE.items()
+    if len(set(row.machines)) == 1 or hasattr(dist.Store, "clone")  # before torch 2.8, machines have no stores of their own
     for how in (("killed", "stopped") if row.stops else ("killed",))
     for victim in row.victims
 ]

@@ -12,7 +12,9 @@ import pickle
 import threading
 import warnings
 from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout  # Python 3.10 has two classes of this name
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import reshard_ckpt.dcp as dcp
 from reshard_ckpt import checkpoint
+from reshard_ckpt.dcp import torch_calls
 from reshard_ckpt.errors import CheckpointNotFound, MismatchError, StorageError, UnsupportedError, UsageError
 from reshard_ckpt.storage.local import LocalWriter
 
@@ -250,7 +253,7 @@ def test_async_save_returns_a_future_that_behaves(tmp_path: Path, monkeypatch: p
     assert future.running()
     assert not future.cancel()
     assert not told
-    with pytest.raises(TimeoutError):
+    with pytest.raises(FutureTimeout):
         future.result(timeout=0.01)
     gate.call_state_dicts.set()
     assert list(future.result(600).state_dict_metadata) == ["w"]
@@ -492,6 +495,22 @@ def test_other_planners_readers_and_stagers_are_refused(tmp_path: Path):
         dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, async_checkpointer_type="fiber")
     with pytest.raises(UsageError, match="no_dist"):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True, process_group=object())
+
+
+def test_a_release_of_torch_that_lacks_an_argument_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As torch 2.6 lacks `no_dist`, which a process without a group may be given all the same."""
+
+    def load(state_dict: Any, *, storage_reader: Any, planner: Any = None) -> None:
+        torch_dcp.load(state_dict, storage_reader=storage_reader, planner=planner)
+
+    monkeypatch.setitem(torch_calls._CALLS, "load", load)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    target = {"w": torch.zeros(2)}
+    dcp.load(target, checkpoint_id=tmp_path, planner=DoublingPlanner(), no_dist=True)
+    assert target["w"].tolist() == [2, 2]
+    monkeypatch.setattr(torch_calls, "dist", SimpleNamespace(is_initialized=lambda: True))
+    with pytest.raises(UnsupportedError, match=r"no_dist: load of torch .* leave that out, or use a newer torch"):
+        dcp.load(target, checkpoint_id=tmp_path, planner=DoublingPlanner(), no_dist=True)
 
 
 def test_a_store_may_be_the_second_argument_as_in_torchs_older_releases(tmp_path: Path):

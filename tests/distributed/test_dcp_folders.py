@@ -30,15 +30,12 @@ from reshard_ckpt.errors import MismatchError
 from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from tests.distributed.cases import Case
 from tests.distributed.net import STATELESS, TIED, Layout, blank, named
+from tests.helpers import NEWER
 from tests.launch import run_ranks
 from tests.layouts import chunk, values_of
 from tests.tries import is_long, times
 
 Shape = tuple[int, ...]
-
-NEWER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
-"""Torch 2.6 refuses to shard sizes that do not divide over FSDP2 and tensor parallelism at once, mistakes some uneven shards when
-it saves, and has no state for the second name of a tied weight in the flat form."""
 
 
 @dataclass(frozen=True)

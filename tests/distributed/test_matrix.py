@@ -9,10 +9,10 @@ from itertools import cycle, product
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed.cases import wrong_pairings
 from tests.distributed.net import Layout
+from tests.helpers import NEWER
 from tests.launch import run_ranks
 from tests.tries import is_long
 
@@ -48,9 +48,6 @@ ALL = (
     Layout("flat", dp=3, tp=2, flat=True, data="copies"),
     Layout("flat", pp=2, dp=2, tp=2, flat=True, data="copies"),
 )
-NEWER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
-"""Torch 2.6 refuses to shard sizes that do not divide over FSDP2 and tensor parallelism at once."""
-
 LAYOUTS = tuple(layout for layout in ALL if NEWER or layout.data != "fsdp" or layout.flat or 1 in (layout.dp, layout.tp))
 KINDS = ("dp", "tp", "pp", "dp×tp", "dp×pp", "tp×pp", "dp×tp×pp", "flat")
 

@@ -87,7 +87,7 @@ def rank_files(folder: Path) -> Check:
 
 
 def dcp_folder(folder: Path) -> Check:
-    dcp.save({"model": bare()}, checkpoint_id=folder, no_dist=True)
+    dcp.save({"model": bare()}, checkpoint_id=folder)
     return is_plain
 
 

@@ -19,7 +19,7 @@ def foreign(root: Path, kind: str, step: int) -> None:
     folder = root / f"step_{step}"
     tensor = torch.full((1000,), float(step))
     if kind == "dcp":
-        dcp.save({"model": {"w": tensor}}, checkpoint_id=folder, no_dist=True)
+        dcp.save({"model": {"w": tensor}}, checkpoint_id=folder)
     else:
         folder.mkdir(parents=True)
         save_file({"w": tensor}, folder / "model.safetensors")

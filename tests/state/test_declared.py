@@ -17,7 +17,7 @@ import reshard_ckpt.dcp as dcp
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import LayoutError, UnsupportedError
 from reshard_ckpt.state import capture
-from tests.helpers import load, position_values, save
+from tests.helpers import NEWER, load, position_values, save
 from tests.launch import run_ranks
 
 
@@ -233,7 +233,8 @@ def wrapper_job(folder: str) -> None:
 
 def shards_job(folder: str) -> None:
     sharded_job(folder + "/sharded")
-    wrapper_job(folder + "/wrapper")
+    if NEWER:  # torch 2.6 makes no DTensor of several parts
+        wrapper_job(folder + "/wrapper")
 
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor")
