@@ -331,7 +331,6 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     check_keys(map(keys_of, paths.values()))
     saved = {v.name: ValueOrigin(saved_path(keys_of(paths[v.name])), v.kind, paths[v.name]) for v in catalog.values_table}
     prefixes = Prefixes((*catalog.names, *saved))
-    links = catalog.links()
     group = RankSet(tuple(range(size)), rank)
     mesh = found_mesh(opened.meshes, group, ddp_groups=opened.ddp_groups)
     out = Describer(mesh)
@@ -346,7 +345,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
                 parts.append(ModulesTarget(row.name, row.value))
                 wanted += [entry for state in row.value for entry in state.opened.rows if entry.kind is Kind.TENSOR]
             elif row.kind is Kind.OPTIMIZERS:
-                target = OptimizersTarget(row.name, row.value, catalog, links)
+                target = OptimizersTarget(row.name, row.value, catalog)
                 parts.append(target)
                 unplaced += target.unplaced
                 wanted += target.rows

@@ -77,6 +77,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, name: str, path: Path) -> None:
         self.module, self.name, self._path = module, name, path
+        self._own: set[int] | None = None
         self.children = dict(module.named_modules())
         fsdp1 = _fsdp1_class()
         units = [child for child in self.children.values() if isinstance(child, fsdp1)] if fsdp1 else []
@@ -97,35 +98,28 @@ class ModuleState:
         """
         module, name, path, raw, flat = self.module, self.name, self._path, self.raw, self.flat
         _refuse_meta(module, raw, name)
-        # Attributes too: a hook may put a tensor of the module's own, that is neither a parameter nor a buffer, into the state.
-        own: set[int] = set()
-        for child in self.children.values():
-            for of in (child._parameters, child._buffers, vars(child)):
-                own.update(map(id, of.values()))
         rows: list[Entry] = []
         takers: dict[str, tuple[str, nn.Module | None]] = {}
         seen: dict[str, str] = {}
         is_own = True
-        # places[above]: the module that a key leads to without its last step; None for a wrapper: a last step may lead through it
-        places: dict[str, ModulePlace | None] = {}
+        # places[above]: the place that a key leads to without its last step; None for a key of one step
+        root = ModulePlace("", module, False, isinstance(module, _fsdp_classes()), _inner_name(module) is not None)
+        places: dict[str | None, ModulePlace] = {None: root}
         for key, value in raw.items() if flat is None else flat.entries(raw):
             above, dot, last = key.rpartition(".")
-            if above not in places:
-                place = locate(module, above) if dot else ModulePlace("", module, False, isinstance(module, _fsdp_classes()))
-                places[above] = place if _inner_name(place.owner) is None else None
-            known = places[above]
-            if known is None or last in known.owner._modules:
-                at = locate(module, key)
+            at = places.get(above if dot else None) or _place(above, places)
+            if at.is_wrapper or last in at.owner._modules:
+                at = at.below(last)
                 fqn = at.fqn
-            else:
-                at, fqn = known, f"{known.fqn}.{last}" if known.fqn else last
+            else:  # nearly always: `below` enters more functions
+                fqn = f"{at.fqn}.{last}" if at.fqn else last
             if seen.setdefault(fqn, key) != key:
                 raise NameCollisionError(f"{name}.{fqn}: both {seen[fqn]} and {key} of the module have this name; rename one")
             if flat is not None:
                 value = flat.saved_form(at.owner, last, value)
             full, below = f"{name}.{fqn}", (*path, fqn)
             if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
-                is_own = is_own and (id(value) in own or (flat is not None and flat.is_own(value)))
+                is_own = is_own and (value is at.owner._parameters.get(last) or self._is_own(value))
                 if not isinstance(value, nn.Parameter) and (at.under_ddp or at.under_fsdp):
                     how = Replication.BUFFER  # each rank's own, such as the statistics of BatchNorm
                 else:
@@ -139,6 +133,13 @@ class ModuleState:
                 takers[full] = key, at.owner if key.endswith(EXTRA_STATE) else None
                 rows.append(Entry(full, below, Kind.VALUE, value, name))
         return ModuleRows(tuple(rows), takers, is_own)
+
+    def _is_own(self, value: Any) -> bool:
+        """Tell whether a tensor is one of the module's own. A hook may put others into the state, and tensors of attributes."""
+        if self._own is None:
+            held = (of for child in self.children.values() for of in (child._parameters, child._buffers, vars(child)))
+            self._own = {id(each) for of in held for each in of.values()}
+        return id(value) in self._own or (self.flat is not None and self.flat.is_own(value))
 
 
 def _keeps_vars(module: nn.Module) -> bool:
@@ -159,6 +160,39 @@ class ModulePlace(NamedTuple):
     owner: nn.Module
     under_ddp: bool
     under_fsdp: bool
+    is_wrapper: bool
+    """Whether the key ends at a wrapper, from which a further step may lead into the wrapped module."""
+    is_entry: bool = False
+    """Whether the key ends at an entry of the module, and not at the module itself."""
+
+    def below(self, step: str) -> ModulePlace:
+        """Follow the key by one more step.
+
+        The hooks of some wrappers have already dropped their part of the key, so a wrapper that the key does not name is entered
+        too.
+        """
+        fqn = f"{self.fqn}.{step}" if self.fqn else step
+        if self.is_entry:
+            return self._replace(fqn=fqn)
+        module, is_wrapper_step, ddp = _enter(self.owner, step)
+        child = module if is_wrapper_step else module._modules.get(step)
+        fsdp = _fsdp_classes()
+        return ModulePlace(
+            self.fqn if is_wrapper_step else fqn,
+            module if child is None else child,
+            self.under_ddp or ddp,
+            self.under_fsdp or isinstance(module, fsdp) or isinstance(child, fsdp),
+            child is not None and _inner_name(child) is not None,
+            child is None,
+        )
+
+
+def _place(key: str, places: dict[str | None, ModulePlace]) -> ModulePlace:
+    """Follow a state dict key from the root module, ``places[None]``, and add the place of each of its beginnings to `places`."""
+    if key not in places:
+        above, dot, last = key.rpartition(".")
+        places[key] = _place(above, places).below(last) if dot else places[None].below(last)
+    return places[key]
 
 
 def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
@@ -167,10 +201,9 @@ def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
     Only the program can give it memory: it knows the device, the values of buffers outside of the state dict, and the optimizers
     that hold the parameters that ``to_empty`` replaces.
     """
-    tensors = [key for key, value in raw.items() if is_tensor_like(value)]
+    tensors = {key: value for key, value in raw.items() if isinstance(value, torch.Tensor)}
     # A `ShardedTensor` of several local shards cannot be asked; if its shards are on the meta device, they are refused later.
-    plain = [key for key in tensors if isinstance(raw[key], torch.Tensor) and not hasattr(raw[key], "local_shards")]
-    meta = [key for key in plain if raw[key].is_meta]
+    meta = [key for key, value in tensors.items() if not hasattr(value, "local_shards") and value.is_meta]
     if not meta:
         return
     unsaved = [key for key, buffer in module.named_buffers() if buffer.is_meta and key not in raw]
@@ -182,30 +215,6 @@ def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
         f'    checkpoint.load(path, {{"{name}": {name}}})\n'
         f"After to_empty, {again}make optimizers of the parameters that the module has then"
     )
-
-
-def locate(root: nn.Module, key: str) -> ModulePlace:
-    """Follow a state dict key from the root module down to the module that holds the entry.
-
-    The hooks of some wrappers have already dropped their part of the key, so a wrapper that the key does not name is entered too.
-    """
-    fsdp = _fsdp_classes()
-    module, under_ddp, under_fsdp = root, False, isinstance(root, fsdp)
-    clean: list[str] = []
-    steps = key.split(".")
-    for i, step in enumerate(steps):
-        module, is_wrapper_step, ddp = _enter(module, step)
-        under_ddp, under_fsdp = under_ddp or ddp, under_fsdp or isinstance(module, fsdp)
-        if is_wrapper_step:
-            continue
-        clean.append(step)
-        child = module._modules.get(step)
-        if child is None:
-            clean += steps[i + 1 :]
-            break
-        module = child
-        under_fsdp = under_fsdp or isinstance(module, fsdp)
-    return ModulePlace(".".join(clean), module, under_ddp, under_fsdp)
 
 
 def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:

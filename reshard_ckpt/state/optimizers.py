@@ -46,20 +46,6 @@ class ParamPlan(NamedTuple):
     """The keys of `tensors` whose tensors were allocated for this load, and are not in the optimizer yet."""
 
 
-def saved_keys(name: str, links: Mapping[str, StateLink]) -> dict[str, dict[str, str]]:
-    """Return the state keys that the checkpoint has for one optimizer, by FQN: ``{fqn: {key: saved name}}``.
-
-    A key with dots is left out, so that the load reports it as unexpected: torch's optimizers have no such keys.
-    """
-    keys: dict[str, dict[str, str]] = {}
-    for full, (optimizer, fqn, key, _) in links.items():
-        if optimizer == name and "." not in key:
-            if fqn not in keys:
-                keys[fqn] = {}
-            keys[fqn][key] = full
-    return keys
-
-
 class OptimizersTarget:
     """The optimizers under one key of the state, as the target of a load.
 
@@ -73,20 +59,13 @@ class OptimizersTarget:
         By name, the saved tensors whose place on this rank is unknown, each with the reason.
     """
 
-    def __init__(
-        self,
-        name: str,
-        views: Sequence[OptimizerView],
-        catalog: Catalog,
-        links: Mapping[str, StateLink],
-    ) -> None:
+    def __init__(self, name: str, views: Sequence[OptimizerView], catalog: Catalog) -> None:
         self.name = name
         self._views = views
         self._beside = [key for view in views for key in view.beside]
-        self._catalog = catalog
-        self._links = links
+        self._catalog, self._saved = catalog, catalog.indices
         self.unplaced: dict[str, str] = {}
-        saved = saved_keys(self.name, links)
+        saved = catalog.state_of(name)
         self._plans = [self._plan(slot, saved) for view in views for slot in view.slots]
         self._selections: list[tuple[OptimizerView, dict[str, Any], Selection]] = []
         self._groups = Groups([])
@@ -111,7 +90,7 @@ class OptimizersTarget:
         for key, of_key in names.items():
             value = existing.get(key)
             has_tensor = is_tensor_like(value)
-            if not (has_tensor if key in lacking else of_key[-1] in self._catalog):
+            if not (has_tensor if key in lacking else of_key[-1] in self._saved):
                 values[key] = of_key
                 continue
             if not has_tensor:
@@ -183,8 +162,9 @@ class OptimizersTarget:
                 problems += selection.problems
                 self._selections.append((view, group, selection))
         taken = {self.groups_name, *self.values}
+        links = {value.name: value.link for value in self._catalog.values_table}
         for name in [name for name, value in values.items() if name not in taken and not is_nothing(value)]:
-            link = self._links.get(name)
+            link = links.get(name)
             # A parameter in the saved groups is taken to be on another rank, and that rank reports problems with its state.
             if link is None or link.optimizer != self.name or link.fqn not in self._groups:
                 problems.append(no_place(name, "optimizer"))

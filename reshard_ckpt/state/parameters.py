@@ -260,8 +260,8 @@ def optimizer_parameters(trees: Sequence[Tree]) -> tuple[list[str], list[str]]:
         return [], []
     owners = Owners(_owner_rows(trees))
     # Every optimizer that the state shows: itself, inside another one, or inside an object such as a scheduler.
-    inside = [o for row in rows_of(trees, Kind.OPTIMIZERS) for optimizer in row.value for o in optimizers_of(optimizer)]
-    shown = {id(o): o for o in (*(o for tree in trees for o in tree.watched.optimizers), *inside)}
+    inside = {id(each): list(optimizers_of(each)) for row in rows_of(trees, Kind.OPTIMIZERS) for each in row.value}
+    shown = {id(o): o for of in (*(tree.watched.optimizers for tree in trees), *inside.values()) for o in of}
     visible = Watched(tuple(shown.values()))
     unnamed: list[str] = []
     lines: list[str] = []
@@ -270,7 +270,7 @@ def optimizer_parameters(trees: Sequence[Tree]) -> tuple[list[str], list[str]]:
         for row in tree.rows:
             if row.kind is Kind.OPTIMIZERS:
                 several = len(row.value) > 1
-                lines += [line for optimizer in row.value for line in left_out(row.name, optimizer)]
+                lines += [line for optimizer in row.value for line in left_out(row.name, optimizer, inside[id(optimizer)])]
                 row.value = tuple(_view(f"{row.name}[{i}]" if several else row.name, o, owners) for i, o in enumerate(row.value))
             elif row.kind is Kind.NUMBERED:
                 source = _source(tree.watched, row.value) or _source(visible, row.value)

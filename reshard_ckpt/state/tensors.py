@@ -53,14 +53,23 @@ _Declared = tuple[torch.Tensor, Ints, list[tuple[Ints, Ints, Ints]]]
 
 def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
     """Tell whether a value is saved as a tensor: a tensor of any class, or a declared shard."""
-    return isinstance(value, torch.Tensor | LocalShard | FlatShard)
+    return isinstance(value, TensorLike)
 
 
 def is_plain_tensor(value: Any) -> bool:
     """Tell whether a tensor is plain, or torch's own DTensor around one, with no attributes that could declare a layout."""
-    if type(value) is dtensor_class():
-        value = getattr(value, "_local_tensor", value)  # private, as in `_declared`
-    return type(value) in TORCH_CLASSES and not value.__dict__
+    return plain_local(value) is not None
+
+
+def plain_local(value: Any) -> torch.Tensor | None:
+    """Return a tensor itself if it is plain, or the local tensor of torch's own DTensor around a plain one; None for any other.
+
+    A tensor with attributes, which could declare a layout, is not plain.
+    """
+    local = value
+    if type(value) not in TORCH_CLASSES and type(value) is dtensor_class():
+        local = getattr(value, "_local_tensor", value)  # private, as in `_declared`
+    return local if type(local) in TORCH_CLASSES and not local.__dict__ else None
 
 
 def find_memory(rows: Iterable[Entry], *, writes: bool = False) -> None:
@@ -97,30 +106,18 @@ def local_memory(
     LayoutError
         A DTensor's local tensor has another shape than its placements say.
     """
-    if owner is not None and not is_plain_tensor(value):
-        value = _single_part(value, name)
-    tensor: Any = value
+    tensor: Any = plain_local(value)
     layout: Layout | None = None
-    if type(value) not in TORCH_CLASSES:
+    if tensor is None:
+        value = value if owner is None else _single_part(value, name)
         if isinstance(value, LocalShard | FlatShard):
             tensor, layout = value.tensor, value.layout
-        elif is_dtensor(value):
-            tensor = local_tensor(value)
-            layout = dtensor_layout(value, tuple(tensor.shape), name)
-            if layout.flat_start is not None and tensor.ndim != 1 and not tensor.is_contiguous():
-                raise LayoutError(f"{name}: its placement cuts it flattened, but its local tensor is not contiguous; make it so")
-    memory = plain_memory(tensor, name, writes=writes)
-    if layout is None:
-        shape = tuple(memory.shape)
-        layout = whole(shape, replication) if owner is None else owner.layout_of_state(shape, name)
-    return memory, layout
-
-
-def plain_memory(tensor: torch.Tensor, name: str, *, writes: bool) -> torch.Tensor:
-    """Return a tensor's memory without autograd; of a lazily conjugated or negated view, a copy.
-
-    Refuse a tensor without plain strided memory; with `writes`, also such views and overlaps.
-    """
+        else:
+            tensor = local_tensor(value) if is_dtensor(value) else value
+    if layout is None and tensor is not value:
+        layout = dtensor_layout(value, tuple(tensor.shape), name)
+        if layout.flat_start is not None and tensor.ndim != 1 and not tensor.is_contiguous():
+            raise LayoutError(f"{name}: its placement cuts it flattened, but its local tensor is not contiguous; make it so")
     is_plain = (
         type(tensor) in TORCH_CLASSES
         and tensor.layout is torch.strided
@@ -130,7 +127,10 @@ def plain_memory(tensor: torch.Tensor, name: str, *, writes: bool) -> torch.Tens
     memory = tensor.detach() if is_plain else _unusual_memory(tensor, name, writes)
     if writes and not memory.is_contiguous():
         _refuse_overlap(memory, name)
-    return memory
+    if layout is None:
+        shape = tuple(memory.shape)
+        layout = whole(shape, replication) if owner is None else owner.layout_of_state(shape, name)
+    return memory, layout
 
 
 def _unusual_memory(tensor: torch.Tensor, name: str, writes: bool) -> torch.Tensor:

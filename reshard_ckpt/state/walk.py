@@ -14,7 +14,7 @@ The state is a tree of dicts and lists. A save and a load walk it in the same wa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -367,13 +367,15 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Optimizer]:
         yield value
 
 
-def left_out(name: str, optimizer: Optimizer) -> Iterator[str]:
-    """Yield a warning for each optimizer inside another one whose state is missing in the outer one's ``state_dict()``."""
-    inside = [inner for inner in optimizers_of(optimizer) if inner is not optimizer]
-    if not inside or hasattr(optimizer, "consolidate_state_dict"):
+def left_out(name: str, optimizer: Optimizer, inside: Sequence[Optimizer]) -> Iterator[str]:
+    """Yield a warning for each optimizer inside another one whose state is missing in the outer one's ``state_dict()``.
+
+    `inside` has the optimizers inside, and `optimizer` itself, as `optimizers_of` yields them.
+    """
+    if len(inside) == 1 or hasattr(optimizer, "consolidate_state_dict"):
         return
     own = {id(value) for entry in optimizer.state.values() if isinstance(entry, Mapping) for value in entry.values()}
-    for inner in inside:
+    for inner in (each for each in inside if each is not optimizer):
         entries = (entry for entry in inner.state.values() if isinstance(entry, Mapping))
         if any(isinstance(value, torch.Tensor) and id(value) not in own for entry in entries for value in entry.values()):
             yield (

@@ -172,12 +172,13 @@ def piece_columns(specs: Sequence[TensorSpec]) -> PieceColumns:
     """
     width = width_of(specs)
     # Equal tensors share one tuple of pieces, as the layers of a model do: `distinct` has each tuple once, by its id.
-    distinct = {id(spec.pieces): spec.pieces for spec in specs}
+    ids = [id(spec.pieces) for spec in specs]
+    distinct = {key: spec.pieces for key, spec in zip(ids, specs, strict=True)}
     number = {key: i for i, key in enumerate(distinct)}
     pieces = [piece for of_one in distinct.values() for piece in of_one]
     # owner[i]: the spec of piece i of all; row[i]: its place in `pieces`
     count = np.array([len(of_one) for of_one in distinct.values()], np.int64)
-    tuple_of = np.array([number[id(spec.pieces)] for spec in specs], np.int64)
+    tuple_of = np.array([number[key] for key in ids], np.int64)
     owner, step = ranges(count[tuple_of])
     row = (np.cumsum(count) - count)[tuple_of][owner] + step
     return PieceColumns(

@@ -69,12 +69,11 @@ def match(
     """
     saved_as = _without_wrappers(specs, catalog)
     found: dict[int, int] = {}  # the catalog index of each spec that can load, by the spec's own
-    named: list[int] = []
     missing: dict[Problem, TensorSpec] = {}
     shape: list[Problem] = []
     dtype: list[Problem] = []
-    names = [saved_as.get(spec.name, spec.name) for spec in specs]
-    for i, (spec, entry) in enumerate(zip(specs, catalog.found(names), strict=True)):
+    entries = catalog.found([saved_as.get(spec.name, spec.name) if saved_as else spec.name for spec in specs])
+    for i, (spec, entry) in enumerate(zip(specs, entries, strict=True)):
         if entry is None:
             missing[not_saved(spec.name)] = spec
             continue
@@ -92,7 +91,6 @@ def match(
             dtype.append(Problem(spec.name, f"wanted {spec.dtype}, {why}"))
         else:
             found[i] = index
-        named.append(index)
     # A foreign checkpoint may have saved tied tensors under one of their names, so the others are not missing.
     has_source = {specs[i].first_name for i in found} if tied_under_one_name else set()
     lines = {line: spec for line, spec in missing.items() if spec.first_name not in has_source}
@@ -100,7 +98,7 @@ def match(
     return Match(
         tuple(found),
         np.array(list(found.values()), np.int64),
-        frozenset(named),
+        frozenset([entry[0] for entry in entries if entry is not None]),
         tuple(line for line in lines if line not in kept),
         tuple(dict.fromkeys(shape)),
         tuple(dict.fromkeys(dtype)),

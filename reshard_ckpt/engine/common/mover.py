@@ -20,7 +20,7 @@ from ...core.catalog.specs import Ints
 from ...core.geometry.columns import ColumnTable, is_new, lex_order
 from ...core.geometry.runs import I64, Mask
 from ...core.planning.exchange import OWN
-from .tensor_bytes import RAW, count_up, region, storage_bytes
+from .tensor_bytes import RAW, count_up, memory_bytes, region
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 View = torch.Tensor | Array
@@ -83,10 +83,9 @@ class Memories:
             return self.region(boxes, i)
         key = id(tensor)
         if key not in self._bytes:
-            self._bytes[key], self._seen_raw[key] = storage_bytes(tensor), tensor
-        first = (tensor.storage_offset() + boxes.first[i]) * each
+            self._bytes[key], self._seen_raw[key] = memory_bytes(tensor), tensor
         strides = tuple(stride * each for stride in boxes.strides[i])
-        raw: Array = np.ndarray(boxes.lengths[i], RAW[each], self._bytes[key], first, strides)
+        raw: Array = np.ndarray(boxes.lengths[i], RAW[each], self._bytes[key], boxes.first[i] * each, strides)
         return raw
 
     def count_up(self) -> None:

@@ -84,11 +84,14 @@ def empty_bytes(num_bytes: int, device: torch.device | str = "cpu") -> torch.Ten
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def storage_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a CPU tensor's whole storage. The view does not keep the tensor alive; the caller must."""
+def memory_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a CPU tensor's storage from the tensor's first element on; fewer than the tensor's if it was freed.
+
+    The view does not keep the tensor alive; the caller must.
+    """
+    num_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
     # By address: by way of a second tensor and of numpy, which would keep the storage, a view takes eight times as long.
-    storage = tensor.untyped_storage()
-    view: memoryview = _VIEW_OF(storage.data_ptr(), storage.nbytes(), _WRITABLE)
+    view: memoryview = _VIEW_OF(tensor.data_ptr(), num_bytes if num_bytes > 0 else 0, _WRITABLE)
     return view
 
 
@@ -132,8 +135,8 @@ def bytes_in_place(local: LocalPiece, start: int, count: int) -> memoryview | No
     if not tensor.is_cpu or not is_row_major(piece.lengths, piece.strides):
         return None
     each = tensor.dtype.itemsize
-    begin = (tensor.storage_offset() + piece.base + start) * each
-    return storage_bytes(tensor)[begin : begin + count * each]
+    begin = (piece.base + start) * each
+    return memory_bytes(tensor)[begin : begin + count * each]
 
 
 def slices(data: memoryview, size: int) -> Iterable[memoryview]:

@@ -34,7 +34,7 @@ from ..common.files import in_threads, num_threads
 from ..common.host_memory import ask_for_large_pages
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import NOTHING_CHANGED, USE_ANOTHER, VERIFY_FIRST, overwritten_text
-from ..common.tensor_bytes import RAW, count_up, empty_bytes, has_streams, region, storage_bytes
+from ..common.tensor_bytes import RAW, count_up, empty_bytes, has_streams, memory_bytes, region
 from .device_targets import DevicePart, DeviceTargets
 
 REQUEST_BYTES = 8 << 20
@@ -228,13 +228,13 @@ class Reader:
         # afterwards.
         targets = task.targets
         used = np.unique(task.plan.dest).tolist() if task.copy else []
-        # _memories[target]: the bytes of the target's storage, and the byte at which its first element begins
+        # _memories[target]: the bytes of the target's memory, from its first element on
         may_land = reads.may_land.tolist()
         landing = {i: targets[i].tensor for i in used if may_land[i]}
         for tensor in landing.values():
             if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
                 ask_for_large_pages(tensor)
-        self._memories = {i: (storage_bytes(t), int(t.storage_offset()) * t.element_size()) for i, t in landing.items()}
+        self._memories = {i: memory_bytes(tensor) for i, tensor in landing.items()}
         streamed = [targets[i].tensor for i in used if i not in landing and has_streams(targets[i].tensor.device)]
         self.devices = DeviceTargets(streamed) if streamed else None
         self._file = reads.file.tolist()
@@ -258,8 +258,7 @@ class Reader:
         reads, landing = self._reads, self._reads.landing
         views, run_src = [], landing.src.tolist()
         for dest, dst, size in zip(landing.dest.tolist(), landing.dst.tolist(), landing.size.tolist(), strict=True):
-            memory, first = self._memories[dest]
-            views.append(memory[first + dst : first + dst + size])
+            views.append(self._memories[dest][dst : dst + size])
         columns = (reads.extent_start, reads.landing_start, self._origin, reads.low, reads.high)
         extent_start, run_start, origins, lows, highs = map(np.ndarray.tolist, columns)
         out: list[list[_Extent]] = []
@@ -291,27 +290,23 @@ class Reader:
         if not len(runs.src):
             return
         window = np.repeat(np.arange(len(self._file)), np.diff(self._reads.copied_start))
-        first_byte = np.zeros(len(self.task.targets), np.int64)
-        for dest, (_, first) in self._memories.items():
-            first_byte[dest] = first
-        src, dst = runs.src - self._origin[window], runs.dst + first_byte[runs.dest]
+        src, dst = runs.src - self._origin[window], runs.dst
         new = is_new(window, runs.dest)
-        # begin[g]: first run of group g. head[r]: first run of run r's group. unit[g]: largest unit of all runs of the group.
+        # begin[g]: first run of group g. group[r]: group of run r. unit[g]: largest unit of all runs of the group.
         begin, end = group_bounds(new)
-        head = begin[np.cumsum(new) - 1]
+        group = np.cumsum(new) - 1
+        head = begin[group]
         unit = np.gcd.reduceat(np.gcd(np.gcd(runs.size, src - src[head]), dst - dst[head]), begin)
         # together[g]: whether the runs of group g are copied at once, because one by one would take longer
         together = np.add.reduceat(runs.size, begin) // unit <= UNITS_OF_A_COPY * (end - begin - FEW_COPIES)
-        columns = (begin, end, window[begin], runs.dest[begin], unit, together)
-        sources, places, sizes = src.tolist(), dst.tolist(), runs.size.tolist()
+        for g in np.flatnonzero(together).tolist():
+            part, w, dest = slice(begin[g], end[g]), int(window[begin[g]]), int(runs.dest[begin[g]])
+            runs_of = _ShortRuns(self._memories[dest], int(unit[g]), src[part], dst[part], runs.size[part])
+            self._fills[w].append(runs_of)
         alone: list[list[tuple[memoryview, int, int]]] = [[] for _ in self._file]
-        for low, high, w, dest, size, at_once in zip(*map(np.ndarray.tolist, columns), strict=True):
-            memory, part = self._memories[dest][0], slice(low, high)
-            if at_once:
-                self._fills[w].append(_ShortRuns(memory, size, src[part], dst[part], runs.size[part]))
-            else:
-                each = zip(sources[part], places[part], sizes[part], strict=True)
-                alone[w] += [(memory[to : to + num], at, at + num) for at, to, num in each]
+        columns = (column[~together[group]].tolist() for column in (window, runs.dest, src, dst, runs.size))
+        for w, dest, at, to, num in zip(*columns, strict=True):
+            alone[w].append((self._memories[dest][to : to + num], at, at + num))
         for fills, of_window in zip(self._fills, alone, strict=True):
             if of_window:
                 fills.append(_EachRun(of_window))
@@ -327,9 +322,8 @@ class Reader:
         for w, dest, each, at, base, lengths, strides, dst_strides in zip(*flat, *wide, strict=True):
             target = self.task.targets[dest]
             if dest in self._memories:
-                memory, first = self._memories[dest]
                 in_bytes = tuple(stride * each for stride in dst_strides)
-                place: Elements = np.ndarray(lengths, RAW[each], memory, first + base * each, in_bytes)
+                place: Elements = np.ndarray(lengths, RAW[each], self._memories[dest], base * each, in_bytes)
                 self._fills[w].append(_Copy(place, lengths, at, strides))
             elif self.devices and self.devices.has(target.tensor):
                 self._parts[w].append(DevicePart(target.tensor, base, dst_strides, target.dtype, at, lengths, strides))
