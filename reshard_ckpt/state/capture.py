@@ -353,7 +353,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         out.add(wanted)
     # Trees of objects last, inner before outer: the state that they give back holds modules and tensors that are loaded by then.
     parts += [TreeTarget(tree, saved, prefixes.include, group, adds=adds) for tree in reversed(opened.trees)]
-    dtensor = dtensor_class()
+    dtensors = {kind for kind in {type(row.value) for row in wanted} if issubclass(kind, dtensor_class())}
     router = Router(parts, tuple(str(step) for step in steps(state)))
     return Target(
         tuple(out.tensors),
@@ -364,7 +364,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         router.finish,
         mesh,
         opened.hints,
-        tuple([(row.name, row.value) for row in wanted if isinstance(row.value, dtensor)]),
+        tuple([(row.name, row.value) for row in wanted if type(row.value) in dtensors]),
     )
 
 

@@ -24,7 +24,7 @@ from ..core.catalog.specs import Ints, Mesh, Piece, Placement, StateLink, Tensor
 from ..core.report import check_text
 from ..core.trees import Path, name_of
 from ..engine.common.tensor_bytes import LocalTensor
-from ..errors import LayoutError, NameCollisionError
+from ..errors import LayoutError, NameCollisionError, UnsupportedError
 from ..format.columns import dtype_code
 from ..format.value_decode import FACTORIES
 from ..format.values import decode_path, encode_path, encode_value, keys_of
@@ -242,6 +242,11 @@ class Describer:
             else:
                 known_rows[name] = row
                 address = memory.data_ptr()
+                if not address and part.pieces:
+                    raise UnsupportedError(
+                        f"{name}: its memory was freed, as FSDP frees gathered parameters; pass the module itself, or a tensor "
+                        "that has memory"
+                    )
                 # By address alone: to hash all pieces of every tensor would take longer than all else here.
                 if address in at:
                     alias = self._first_at(row, at[address]) if part.pieces else None

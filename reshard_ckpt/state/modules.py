@@ -103,13 +103,14 @@ class ModuleState:
         seen: dict[str, str] = {}
         is_own = True
         # places[above]: the place that a key leads to without its last step; None for a key of one step
-        root = ModulePlace("", module, False, isinstance(module, _fsdp_classes()), _inner_name(module) is not None)
+        fsdp = _fsdp_classes()
+        root = ModulePlace("", module, False, isinstance(module, fsdp), _inner_name(module) is not None)
         places: dict[str | None, ModulePlace] = {None: root}
         for key, value in raw.items() if flat is None else flat.entries(raw):
             above, dot, last = key.rpartition(".")
-            at = places.get(above if dot else None) or _place(above, places)
+            at = places.get(above if dot else None) or _place(above, places, fsdp)
             if at.is_wrapper or last in at.owner._modules:
-                at = at.below(last)
+                at = at.below(last, fsdp)
                 fqn = at.fqn
             else:  # nearly always: `below` enters more functions
                 fqn = f"{at.fqn}.{last}" if at.fqn else last
@@ -120,7 +121,7 @@ class ModuleState:
             full, below = f"{name}.{fqn}", (*path, fqn)
             if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
                 is_own = is_own and (value is at.owner._parameters.get(last) or self._is_own(value))
-                if not isinstance(value, nn.Parameter) and (at.under_ddp or at.under_fsdp):
+                if (at.under_ddp or at.under_fsdp) and not isinstance(value, nn.Parameter):
                     how = Replication.BUFFER  # each rank's own, such as the statistics of BatchNorm
                 else:
                     how = Replication.DECLARED if at.under_ddp else Replication.PLAIN
@@ -165,8 +166,8 @@ class ModulePlace(NamedTuple):
     is_entry: bool = False
     """Whether the key ends at an entry of the module, and not at the module itself."""
 
-    def below(self, step: str) -> ModulePlace:
-        """Follow the key by one more step.
+    def below(self, step: str, fsdp: Any) -> ModulePlace:
+        """Follow the key by one more step; `fsdp` are the classes of modules under FSDP.
 
         The hooks of some wrappers have already dropped their part of the key, so a wrapper that the key does not name is entered
         too.
@@ -176,7 +177,6 @@ class ModulePlace(NamedTuple):
             return self._replace(fqn=fqn)
         module, is_wrapper_step, ddp = _enter(self.owner, step)
         child = module if is_wrapper_step else module._modules.get(step)
-        fsdp = _fsdp_classes()
         return ModulePlace(
             self.fqn if is_wrapper_step else fqn,
             module if child is None else child,
@@ -187,11 +187,11 @@ class ModulePlace(NamedTuple):
         )
 
 
-def _place(key: str, places: dict[str | None, ModulePlace]) -> ModulePlace:
+def _place(key: str, places: dict[str | None, ModulePlace], fsdp: Any) -> ModulePlace:
     """Follow a state dict key from the root module, ``places[None]``, and add the place of each of its beginnings to `places`."""
     if key not in places:
         above, dot, last = key.rpartition(".")
-        places[key] = _place(above, places).below(last) if dot else places[None].below(last)
+        places[key] = (_place(above, places, fsdp) if dot else places[None]).below(last, fsdp)
     return places[key]
 
 

@@ -29,7 +29,7 @@ from .dtensor import local_of
 from .entries import Entry, Kind
 from .modules import is_nothing
 from .parameters import OptimizerView, Owner, ParamSlot
-from .tensors import is_tensor_like
+from .tensors import TensorLike
 from .walk import optimizers_of
 
 
@@ -89,7 +89,7 @@ class OptimizersTarget:
         new: set[str] = set()
         for key, of_key in names.items():
             value = existing.get(key)
-            has_tensor = is_tensor_like(value)
+            has_tensor = isinstance(value, TensorLike)
             if not (has_tensor if key in lacking else of_key[-1] in self._saved):
                 values[key] = of_key
                 continue

@@ -186,6 +186,12 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError
 
 
+def freed() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
@@ -197,6 +203,7 @@ class Wrapper(torch.Tensor):
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"x: is a nested tensor, .*unbind"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), r"x: is a nested tensor, .*unbind"),
         (FakeTensorMode().from_tensor(torch.ones(2)), r"x: is a FakeTensor, which has a shape and no data"),
+        (freed(), r"x: its memory was freed"),
     ],
 )
 def test_tensors_without_plain_memory_are_refused_with_what_to_do(tensor, message):

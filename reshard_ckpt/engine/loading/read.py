@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -303,13 +304,13 @@ class Reader:
             part, w, dest = slice(begin[g], end[g]), int(window[begin[g]]), int(runs.dest[begin[g]])
             runs_of = _ShortRuns(self._memories[dest], int(unit[g]), src[part], dst[part], runs.size[part])
             self._fills[w].append(runs_of)
-        alone: list[list[tuple[memoryview, int, int]]] = [[] for _ in self._file]
-        columns = (column[~together[group]].tolist() for column in (window, runs.dest, src, dst, runs.size))
-        for w, dest, at, to, num in zip(*columns, strict=True):
-            alone[w].append((self._memories[dest][to : to + num], at, at + num))
-        for fills, of_window in zip(self._fills, alone, strict=True):
-            if of_window:
-                fills.append(_EachRun(of_window))
+        alone = ~together[group]
+        columns = (column[alone].tolist() for column in (runs.dest, src, dst, runs.size))
+        each = [(self._memories[dest][to : to + num], at, at + num) for dest, at, to, num in zip(*columns, strict=True)]
+        bounds = np.searchsorted(window[alone], np.arange(len(self._file) + 1)).tolist()
+        for fills, (low, high) in zip(self._fills, pairwise(bounds), strict=True):
+            if low < high:
+                fills.append(_EachRun(each[low:high]))
 
     def _add_items(self) -> None:
         """Prepare the copies of the other plan items: strided copies on the host, casts, and copies to devices."""
