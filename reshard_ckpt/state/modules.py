@@ -30,7 +30,7 @@ from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .dtensor import known_class
 from .entries import Entry, Kind
 from .fsdp1 import FlatModule
-from .tensors import is_plain_tensor, is_tensor_like, named_parts
+from .tensors import is_tensor_like, named_parts, plain_local
 
 EXTRA_STATE = "_extra_state"
 
@@ -125,7 +125,7 @@ class ModuleState:
                     how = Replication.BUFFER  # each rank's own, such as the statistics of BatchNorm
                 else:
                     how = Replication.DECLARED if at.under_ddp else Replication.PLAIN
-                if is_plain_tensor(value):  # nearly all are; the other function enters more
+                if plain_local(value) is not None:  # nearly all are; the other function enters more
                     rows.append(Entry(full, below, Kind.TENSOR, value, name, replication=how))
                     continue
                 for at_name, at_path, part in named_parts(value, full, below):

@@ -56,11 +56,6 @@ def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
     return isinstance(value, TensorLike)
 
 
-def is_plain_tensor(value: Any) -> bool:
-    """Tell whether a tensor is plain, or torch's own DTensor around one, with no attributes that could declare a layout."""
-    return plain_local(value) is not None
-
-
 def plain_local(value: Any) -> torch.Tensor | None:
     """Return a tensor itself if it is plain, or the local tensor of torch's own DTensor around a plain one; None for any other.
 
@@ -205,7 +200,7 @@ def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
     """
     if isinstance(value, Shards):
         return value.parts
-    if is_plain_tensor(value) or isinstance(value, LocalShard | FlatShard):
+    if plain_local(value) is not None or isinstance(value, LocalShard | FlatShard):
         return (value,)
     try:
         declared = tuple(LocalShard(local, shape, pieces=pieces) for local, shape, pieces in _declared(value))

@@ -33,7 +33,7 @@ from .entries import Entry, Kind
 from .modules import ModuleState
 from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of
 from .shards import PerRank, Shards, Value
-from .tensors import is_plain_tensor, is_tensor_like, named_parts
+from .tensors import is_tensor_like, named_parts, plain_local
 
 StepsOf = Callable[[Mapping[Any, Any]], list[Any]]
 """A function that returns the path keys of a dict's values, in their order, as `steps` does."""
@@ -166,7 +166,7 @@ def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], step
     name = name_of(path)
     if kind in _PLAIN:
         rows.append(Entry(name, path, Kind.VALUE, value))
-    elif is_plain_tensor(value):
+    elif plain_local(value) is not None:
         rows.append(Entry(name, path, Kind.TENSOR, value))
     elif kind is dict and value:
         _add_dict(rows, value, path, above, steps_of)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ...errors import CheckpointError
 from ..geometry.columns import ColumnTable, is_new
 from ..geometry.runs import I64, ranges
-from .names import divided, num_parts, state_name
+from .names import divided, state_name
 from .packed import PackedRows, packed_size
 from .specs import CODES, ITEM_BYTES, Ints, Mesh, Placement, StateLink, ValueKind, item_bytes_of
 
@@ -333,7 +333,7 @@ class Catalog:
         Keys with dots are left out: torch's optimizers have none.
         """
         table, above = self.tensors_table, state_name(optimizer)
-        linked = (table.key == 1) & (table.optimizer == num_parts(optimizer)) & (table.kind == TensorKind.TENSOR)
+        linked = (table.key == 1) & (table.optimizer == above.count(".") - 1) & (table.kind == TensorKind.TENSOR)
         names = [table.names[i] for i in np.flatnonzero(linked).tolist()]
         links = ((value.name, value.link) for value in self.values_table if value.link is not None)
         names += [name for name, link in links if link.optimizer == optimizer and "." not in link.key]
