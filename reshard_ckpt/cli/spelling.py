@@ -11,7 +11,7 @@ import ast
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 _TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _VALUE = rf"True\b|False\b|None\b|-?\d[\d.e+-]*\d|-?\d|{_TEXT}|\[[^\]]*\]|\{{[^}}]*\}}"
@@ -40,7 +40,8 @@ def options_of(function: Callable[..., Any]) -> dict[str, Typed]:
     """
     found: dict[str, Typed] = {}
     for name, hint in get_type_hints(function, include_extras=True).items():
-        for info in getattr(hint, "__metadata__", ()):
+        annotated = next((part for part in (hint, *get_args(hint)) if hasattr(part, "__metadata__")), hint)
+        for info in getattr(annotated, "__metadata__", ()):
             declared = (getattr(info, "default", None), *(getattr(info, "param_decls", None) or ()))
             long = [text for text in declared if isinstance(text, str) and text.startswith("--")]
             text = long[0] if long else f"--{name.replace('_', '-')}"

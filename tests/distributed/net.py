@@ -140,7 +140,7 @@ def share_device() -> None:
     device = gloo.create_default_device()
 
     class Sharing(gloo):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
             options = gloo._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)
