@@ -95,7 +95,7 @@ compat:
 	  echo "torch $$v"; \
 	  test -x $(COMPAT_VENVS)/$$v/bin/python || $(PYTHON) -m venv $(COMPAT_VENVS)/$$v; \
 	  $(COMPAT_VENVS)/$$v/bin/python -m pip install --quiet "torch==$$v" \
-	    hypothesis matplotlib msgpack numpy pytest pytest-instafail pytest-timeout pytest-xdist PyYAML rich safetensors typer xxhash; \
+	    hypothesis matplotlib 'moto[s3,server]' msgpack numpy obstore pytest pytest-instafail pytest-timeout pytest-xdist PyYAML rich safetensors typer xxhash; \
 	  $(COMPAT_VENVS)/$$v/bin/python -m pytest -q -p no:cacheprovider -n $(JOBS) --dist worksteal $(COMPAT_TESTS); \
 	done
 
