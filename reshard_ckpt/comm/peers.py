@@ -37,7 +37,7 @@ class Peers:
         A failed call may be repeated.
         """
         pid = os.getpid()
-        store.append(self._key, f"{self._rank}:{pid}:{_began(pid)} ".encode())
+        store.append(self._key, f"{self._rank}:{pid}:{_began(pid) or ''} ".encode())
         # Counted once, as a call whose reply was lost may have counted. One rank too few does less harm than one too many.
         amount, self._is_counted = int(not self._is_counted), True
         return store.add("here", amount)
@@ -53,7 +53,7 @@ class Peers:
     def ended(self, store: KeyValueStore) -> frozenset[int]:
         """Return the ranks of this machine whose processes are known to have ended."""
         self._look(store)
-        return frozenset(int(rank) for rank, pid, began in self._processes if began and _began(int(pid)) != began)
+        return frozenset(int(rank) for rank, pid, began in self._processes if began and _began(int(pid)) not in (began, None))
 
     def _look(self, store: KeyValueStore) -> None:
         if not self._is_complete:
@@ -69,11 +69,16 @@ def _machine() -> str:
     return uuid.uuid4().hex
 
 
-def _began(pid: int) -> str:
-    """Return the start time of a process, in ticks since the boot; "" if it has ended. It tells a reused process number apart."""
+def _began(pid: int) -> str | None:
+    """Return the start time of a process, in ticks since the boot. It tells a reused process number apart.
+
+    Return "" if the process has ended, and None if that is unknown.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
+    except OSError:  # such as too many open files in this process
+        return None
     # State Z: it was killed, and its parent has not asked for it yet.
     return "" if fields[0] in "ZX" else fields[19]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -196,6 +199,8 @@ def test_a_process_that_was_killed_has_ended_also_before_anybody_has_asked_for_i
         began = peers_module._began(process.pid)
         store.append(peers._key, f"1:{process.pid}:{began} 2:{process.pid}:1 ".encode())
         assert peers.ended(store) == {2}  # its number is another process's by now
+        with mock.patch.object(Path, "read_text", side_effect=OSError(errno.EMFILE, "Too many open files")):
+            assert peers.ended(store) == set()  # nothing can be known
         process.kill()
         while peers_module._began(process.pid):  # the signal is under way
             pass
