@@ -232,6 +232,8 @@ def _header(members: Sequence[Member], aliases: Mapping[str, str]) -> bytes:
         raise UsageError(f"{METADATA}: no tensor can have this name in a safetensors file; pass rename=")
     # The place where safetensors' own save_model lists the other names of a tensor.
     tied = {name: source for name, source in sorted(aliases.items()) if source in names}
+    if "format" in tied:
+        raise UsageError("format: a tied tensor cannot have this name in a safetensors file; pass rename=")
     return header(members, {**tied, "format": "pt"})
 
 

@@ -297,6 +297,8 @@ def test_a_tied_tensor_of_another_dtype_is_tied_no_more(tmp_path: Path):
     assert_same(found["head.weight"], whole.half())
     checkpoint.convert(tmp_path / "n", tmp_path / "one", exclude="model.embed")
     assert_same(load_file(tmp_path / "one" / "model.safetensors")["head.weight"], whole)
+    with pytest.raises(UsageError, match="format: a tied tensor cannot have this name"):  # its place in the header is taken
+        checkpoint.convert(tmp_path / "n", tmp_path / "x", rename={"model.head.weight": "model.format"})
 
 
 @pytest.mark.parametrize(
