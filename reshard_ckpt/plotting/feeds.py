@@ -99,9 +99,10 @@ def _columns(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64, I64]:
 def feeds(catalog: Catalog, tensor: int, wanted: Sequence[WantedPart]) -> Fed:
     """Plan a load of all wanted parts of a tensor; return the boxes that go from each saved rank to each part."""
     shape = catalog.shape(tensor)
-    # whole, strides (1, D): the shape of the tensor and its strides; a scalar counts as a vector of one element.
-    whole = np.array([shape or (1,)], np.int64)
-    ndim, strides = whole.shape[1], strides_of(whole)
+    # room, strides (1, D): one more than the shape of the tensor in each dim, and the strides of that; a scalar counts as a
+    # vector of one element. The additional elements keep the plan from joining dims of an overlap to one.
+    room = np.array([shape or (1,)], np.int64) + 1
+    ndim, strides = room.shape[1], strides_of(room)
     runs = [(offsets or (0,), lengths or (1,), start, count) for of in wanted for offsets, lengths, start, count in of.runs]
     offsets, lengths, start, count = _columns(runs, ndim)
     pieces = PieceColumns(
@@ -110,8 +111,8 @@ def feeds(catalog: Catalog, tensor: int, wanted: Sequence[WantedPart]) -> Fed:
         lengths=lengths,
         start=start,
         count=count,
-        # Each piece is placed in memory as if that were the whole tensor, so an item's place in memory is its place in the
-        # tensor.
+        # Each piece is placed in memory as if that were a tensor of shape `room`, so an item's place in memory is its place in
+        # the tensor.
         base=(offsets * strides).sum(axis=1),
         strides=np.repeat(strides, len(runs), axis=0),
     )
@@ -120,7 +121,7 @@ def feeds(catalog: Catalog, tensor: int, wanted: Sequence[WantedPart]) -> Fed:
     width = max(plan.lengths.shape[1], ndim)
     # An overlap's place in the destination is that of its first element in the tensor, so its digits are the coordinates.
     return Fed(
-        offsets=(plan.dst[:, None] // strides % whole)[:, : len(shape)],
+        offsets=(plan.dst[:, None] // strides % room)[:, : len(shape)],
         lengths=pad_left(plan.lengths, width, 1)[:, width - len(shape) :],
         saved=rank_of[plan.file],
         wanted=plan.dest,
