@@ -22,10 +22,10 @@ manager = Manager(Path(sys.argv[1]), memory=Memory(copies=0, folder=sys.argv[2])
 for step in (1, 2):
     manager.async_save(step, state(step)).result()
 if not os.fork():
+    print(os.getppid(), flush=True)  # here, as a worker that has not run yet still holds what it was born with
     os.read(0, 1)
     print("the worker was alive", flush=True)
     os._exit(0)
-print(os.getpid(), flush=True)
 signal.pause()
 """
 
