@@ -214,7 +214,8 @@ def link_problems(names: Sequence[str], optimizer: I64, key: I64, parameter: I64
         yield f"{names[bad]}: has a parameter, but no key of state"
     linked = np.flatnonzero(key)
     for i, first, last in zip(linked.tolist(), optimizer[linked].tolist(), key[linked].tolist(), strict=True):
-        if names[i].split(".")[first : -last - 1][:1] != [STATE]:  # before a parameter and the parts of the key
+        parts = names[i].split(".")
+        if len(parts) < first + last + 2 or parts[first] != STATE:
             yield f"{names[i]}: does not divide into an optimizer of {first} parts, {STATE!r}, a parameter and a key of {last}"
 
 

@@ -15,11 +15,12 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ..core.catalog.model import Catalog
-from ..core.catalog.names import groups_name
+from ..core.catalog.model import Catalog, TensorKind
+from ..core.catalog.names import groups_name, state_name
 from ..core.catalog.param_groups import Groups, Selection, are_groups
 from ..core.catalog.problems import no_place
 from ..core.catalog.specs import StateLink
@@ -46,6 +47,27 @@ class ParamPlan(NamedTuple):
     """The keys of `tensors` whose tensors were allocated for this load, and are not in the optimizer yet."""
 
 
+def saved_keys(optimizer: str, catalog: Catalog) -> dict[str, dict[str, str]]:
+    """Return the state keys that the checkpoint has for one optimizer, by FQN: ``{fqn: {key: saved name}}``.
+
+    A key with dots is left out, so that the load reports it as unexpected: torch's optimizers have no such keys.
+    """
+    table, above = catalog.tensors_table, state_name(optimizer)
+    # By columns and names: a `StateLink` for each tensor would take longer than all else here.
+    state = (table.key == 1) & (table.optimizer == above.count(".") - 1) & (table.kind == TensorKind.TENSOR)
+    names = [table.names[i] for i in np.flatnonzero(state).tolist()]
+    links = ((value.name, value.link) for value in catalog.values_table if value.link is not None)
+    names += [name for name, link in links if link.optimizer == optimizer and "." not in link.key]
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        if name.startswith(above):
+            fqn, _, key = name[len(above) :].rpartition(".")
+            if fqn not in found:
+                found[fqn] = {}
+            found[fqn][key] = name
+    return found
+
+
 class OptimizersTarget:
     """The optimizers under one key of the state, as the target of a load.
 
@@ -65,7 +87,7 @@ class OptimizersTarget:
         self._beside = [key for view in views for key in view.beside]
         self._catalog, self._saved = catalog, catalog.indices
         self.unplaced: dict[str, str] = {}
-        saved = catalog.state_of(name)
+        saved = saved_keys(name, catalog)
         self._plans = [self._plan(slot, saved) for view in views for slot in view.slots]
         self._selections: list[tuple[OptimizerView, dict[str, Any], Selection]] = []
         self._groups = Groups([])

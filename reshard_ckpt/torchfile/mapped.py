@@ -27,7 +27,6 @@ from .zip_records import ZipRecords
 _DTENSOR = b"ctorch.distributed.tensor\nDTensor\n"
 """The bytes in a pickle that name torch's class DTensor."""
 
-
 _PROTOCOL = b"\x80\x02"
 """The first bytes of a pickle of protocol 2, the newest one that ``torch.load(weights_only=True)`` reads whole."""
 

@@ -22,7 +22,7 @@ manager = Manager(Path(sys.argv[1]), memory=Memory(copies=0, folder=sys.argv[2])
 for step in (1, 2):
     manager.async_save(step, state(step)).result()
 if not os.fork():
-    print(os.getppid(), flush=True)  # here, as a worker that has not run yet still holds what it was born with
+    print(os.getppid(), flush=True)  # from the worker: until it runs, it holds its parent's locks
     os.read(0, 1)
     print("the worker was alive", flush=True)
     os._exit(0)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from ...errors import CheckpointError
 from ..geometry.columns import ColumnTable, is_new
 from ..geometry.runs import I64, ranges
-from .names import divided, state_name
+from .names import divided
 from .packed import PackedRows, packed_size
 from .specs import CODES, ITEM_BYTES, Ints, Mesh, Placement, StateLink, ValueKind, item_bytes_of
 
@@ -291,7 +290,7 @@ class Catalog:
         table, index_of = self.tensors_table, self._index
         if not index_of:
             return [None] * len(names)
-        indices = list(map(index_of.get, names, repeat(-1)))
+        indices = [index_of.get(name, -1) for name in names]
         at = np.array(indices, np.int64)
         width = table.shape.shape[1]
         # For a name that no tensor has, the columns hold the last tensor's, which are not used.
@@ -326,26 +325,6 @@ class Catalog:
             for i, optimizer, key, parameter in zip(state.tolist(), *columns, strict=True)
         }
         return of_tensors | {value.name: value.link for value in self.values_table if value.link is not None}
-
-    def state_of(self, optimizer: str) -> dict[str, dict[str, str]]:
-        """Return the saved state of an optimizer by FQN and key: ``{fqn: {key: name of the tensor or value}}``.
-
-        Keys with dots are left out: torch's optimizers have none.
-        """
-        table, above = self.tensors_table, state_name(optimizer)
-        linked = (table.key == 1) & (table.optimizer == above.count(".") - 1) & (table.kind == TensorKind.TENSOR)
-        names = [table.names[i] for i in np.flatnonzero(linked).tolist()]
-        links = ((value.name, value.link) for value in self.values_table if value.link is not None)
-        names += [name for name, link in links if link.optimizer == optimizer and "." not in link.key]
-        found: dict[str, dict[str, str]] = {}
-        size = len(above)
-        for name in names:
-            if name[:size] == above:
-                fqn, _, key = name[size:].rpartition(".")
-                if fqn not in found:
-                    found[fqn] = {}
-                found[fqn][key] = name
-        return found
 
     @property
     def file_bytes(self) -> int:

@@ -172,7 +172,7 @@ def piece_columns(specs: Sequence[TensorSpec]) -> PieceColumns:
     """
     width = width_of(specs)
     # Equal tensors share one tuple of pieces, as the layers of a model do: `distinct` has each tuple once, by its id.
-    ids = list(map(id, [spec.pieces for spec in specs]))
+    ids = [id(spec.pieces) for spec in specs]
     distinct = {key: spec.pieces for key, spec in zip(ids, specs, strict=True)}
     number = {key: i for i, key in enumerate(distinct)}
     pieces = [piece for of_one in distinct.values() for piece in of_one]

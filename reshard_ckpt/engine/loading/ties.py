@@ -78,7 +78,7 @@ def shared_memory(tensors: Sequence[torch.Tensor], pieces: PieceColumns) -> list
     devices = [tensor.device for tensor in tensors]
     number = {device: i for i, device in enumerate(dict.fromkeys(devices))}
     device = np.array([number[device] for device in devices], np.int64)
-    address = np.array(list(map(torch.Tensor.data_ptr, tensors)), np.int64)
+    address = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
     each = np.array([tensor.dtype.itemsize for tensor in tensors], np.int64)
     return find_shared(pieces, device, address, each)
 
