@@ -129,6 +129,20 @@ def test_a_group_that_draws_from_groups_that_differ_is_named_and_nothing_changes
     assert len(fresh.state) == 4
 
 
+def test_each_of_several_optimizers_gets_its_own_state():
+    """Their names have the same length, or one begins with the other; each holds the same parameters."""
+    model = net()
+    optimizers = {name: torch.optim.AdamW(model.parameters()) for name in ("a", "b", "a.state")}
+    for steps, optimizer in enumerate(optimizers.values(), 1):
+        train(model, optimizer, steps)
+    saved = save([capture({"model": model, **optimizers})])
+    fresh = {name: torch.optim.AdamW(model.parameters()) for name in optimizers}
+    load(saved, {"model": model, **fresh}, wanted=set())
+    for name, optimizer in optimizers.items():
+        for mine, theirs in zip(fresh[name].state.values(), optimizer.state.values(), strict=True):
+            assert all(torch.equal(mine[key], value) for key, value in theirs.items())
+
+
 def test_named_parameters_keep_the_targets_own_names():
     model = net()
     saved = saved_of(model, torch.optim.AdamW(model.named_parameters(), lr=0.3))
