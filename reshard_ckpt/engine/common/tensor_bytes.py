@@ -88,6 +88,9 @@ def memory_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a CPU tensor's storage from the tensor's first element on; fewer than the tensor's if it was freed.
 
     The view does not keep the tensor alive; the caller must.
+
+    >>> len(memory_bytes(torch.zeros(10)[4:6]))
+    24
     """
     num_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
     # By address: by way of a second tensor and of numpy, which would keep the storage, a view takes eight times as long.
