@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -55,11 +55,10 @@ def saved_keys(optimizer: str, catalog: Catalog) -> dict[str, dict[str, str]]:
     table, above = catalog.tensors_table, state_name(optimizer)
     # By columns and names: a `StateLink` for each tensor would take longer than all else here.
     state = (table.key == 1) & (table.optimizer == above.count(".") - 1) & (table.kind == TensorKind.TENSOR)
-    names = [table.names[i] for i in np.flatnonzero(state).tolist()]
-    links = ((value.name, value.link) for value in catalog.values_table if value.link is not None)
-    names += [name for name, link in links if link.optimizer == optimizer and "." not in link.key]
+    of_tensors = compress(table.names, state.tolist())
+    of_values = [v.name for v in catalog.values_table if v.link and v.link.optimizer == optimizer and "." not in v.link.key]
     found: dict[str, dict[str, str]] = {}
-    for name in names:
+    for name in (*of_tensors, *of_values):
         if name.startswith(above):
             fqn, _, key = name[len(above) :].rpartition(".")
             if fqn not in found:
