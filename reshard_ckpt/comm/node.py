@@ -32,7 +32,7 @@ from torch.distributed import DistError
 from .bounded import BoundedStore, StoreConnection, Waiting, bounded
 from .payloads import KeyValueStore, Payloads
 from .peers import Peers
-from .store import INLINE, StoreComm, call_let_pass
+from .store import INLINE, TOLD, StoreComm, call_let_pass
 from .wire import Frame, Refusal, decode_frames, encode_frames
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
@@ -311,18 +311,25 @@ class NodeComm(StoreComm):
         near.allow(self._farewell())
         try:
             if self.rank != self._leader:
-                total = near.add("left", 1 + _DIRECT * failed)
-                if total % _DIRECT == len(self._others):
-                    near.set("gone", b"")
-                return int(failed or total >= _LED)
+                return int(near.on_worker(self._leave_machine) or failed)
             if not failed:
                 self._wait_for("gone", self._farewell(), partial(near.set, "gone", b""), store=near)
-            direct, left = divmod(near.add("left", _LED) - _LED, _DIRECT)
-            if left == len(self._others):
+            told, total = divmod(near.add("left", _LED) - _LED, TOLD)
+            if told:
                 near.on_worker(self._delete_near)
+            direct, left = divmod(total, _DIRECT)
             return 1 + left - direct
         except DistError:
             return 1
+
+    def _leave_machine(self, store: KeyValueStore) -> bool:
+        """Count this rank in the machine's store; the last one tells the leader. Return whether the leader had left before."""
+        total = store.add("left", 1 + _DIRECT * (self._refusal is not None))
+        if total % _DIRECT == len(self._others):
+            store.set("gone", b"")
+            if store.add("left", TOLD) % TOLD >= _LED:
+                self._delete_near(store)
+        return total >= _LED
 
     def _delete_near(self, store: KeyValueStore) -> None:
         """Delete the session's keys from the machine's store. No rank may use them any more."""

@@ -13,8 +13,9 @@ ranks go on, or all raise the same error. Ranks wait only for decisions, and ran
 4. *Deadline*: a rank that has waited too long reads from the inbox which ranks are absent, and refuses the step with their names.
    It does so at once if an absent rank is known to have ended.
 5. *On one machine* (broadcast_near): its first rank writes a key that the others wait for. A rank that gives up writes it too.
-6. *Leaving*: each rank adds itself to a count. Rank 0 leaves last, because its process may host the store. The rank that
-   completes the count deletes the session's keys: usually rank 0, or a rank that the others had given up.
+6. *Leaving*: each rank adds itself to a count. Rank 0 leaves last, because its process may host the store: the last of the others
+   sets a key for which rank 0 waits, and counts that as well. Whoever completes the count deletes the session's keys: usually
+   rank 0, or a rank that the others had given up.
 
 A rank waits in the store's server, in another thread and on a connection of its own; before torch 2.8 it asks again and again
 (`BoundedStore.begin_get`). So it can be interrupted, and meanwhile checks whether a rank has ended. A rank that gives up refuses
@@ -55,6 +56,9 @@ _LOOK_S = 0.5
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
 """Seconds that rank 0 waits for the others to leave a session if its process hosts the store, which they still need."""
+
+TOLD = 1 << 60
+"""The amount that rank 0 adds to the count of ranks that have left, and so does the rank that has set the key "gone" for it."""
 
 _given_up = 0
 """Number of times that this process has given up all its sessions."""
@@ -294,16 +298,24 @@ class StoreComm:
         with suppress(DistError):
             self._leave_near()
             # Rank 0 waits for all other ranks, or after a refusal for the ranks that had come. The last of these ranks tells it.
-            num_others = self.size - 1 - (0 if self._refusal is None else len(self._refusal.absent))
+            num_others = self.size - 1 - (0 if self._refusal is None else len({*self._refusal.absent} - {0}))
             if self.rank == 0 and waits and num_others > 0:
                 gone = partial(self._store.set, "gone", b"")
-                self._wait_for("gone", self._farewell(), gone, lambda: self._refusal is not None and self._have_ended(num_others))
-            number = self._num_leaving()
-            num_left = self._store.add("left", number) if number else 0
-            if num_left == self.size:
-                self._store.on_worker(self._delete_all)
-            elif self.rank and num_left - number < num_others <= num_left:
-                self._store.set("gone", b"")
+                with suppress(StoreLost):  # rank 0 counts itself all the same
+                    self._wait_for(
+                        "gone", self._farewell(), gone, lambda: self._refusal is not None and self._have_ended(num_others)
+                    )
+            if number := self._num_leaving():
+                self._store.on_worker(partial(self._leave, number, num_others))
+
+    def _leave(self, number: int, num_others: int, store: KeyValueStore) -> None:
+        """Count `number` ranks as gone. The last of `num_others` ranks tells rank 0; whoever completes the count deletes all."""
+        told, num_left = divmod(store.add("left", number if self.rank else TOLD), TOLD)
+        if self.rank and num_left - number < num_others <= num_left:
+            store.set("gone", b"")
+            told, num_left = divmod(store.add("left", TOLD), TOLD)  # not before: with the count complete, all keys are deleted
+        if num_left == self.size - 1 and told == 1 + (num_others > 0):
+            self._delete_all(store)
 
     def _num_leaving(self) -> int:
         """Return how many ranks this one adds to the count of leavers: itself, and ranks of its machine for which it speaks."""
@@ -336,7 +348,7 @@ class StoreComm:
         if not self._may_look():
             return False
         absent = self._refused().absent
-        return self._store.add("left", 0) + len(self._ended() - {*absent}) >= num_others
+        return self._store.add("left", 0) % TOLD + len(self._ended() - {*absent}) >= num_others
 
     def give_up_unmet(self, call: bytes, reason: PeerError) -> None:
         """Refuse a session that this rank could not reach in time because the store did not exist; tell the others why."""
@@ -443,11 +455,9 @@ class StoreComm:
         """
         decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
         if not call_let_pass(decision):
+            self._refusal = Refusal.decode(decision)  # first: whatever fails from here on, this rank raises the refusal
             self._store.set(self._key("bell"), _GIVEN_UP)
         self._wake_near(decision)
-        if call_let_pass(decision):
-            return None
-        self._refusal = Refusal.decode(decision)
         return self._refusal
 
     def _wake_near(self, decision: bytes) -> None:
@@ -581,6 +591,7 @@ class StoreComm:
         try:
             yield
         except DistError as error:
+            self._stop_if_over()
             raise PeerError(
                 f"{self._title}: the job's key-value store does not answer any more ({error}); "
                 "the process that hosts it, often rank 0, has probably ended, or hangs: its log says why",

@@ -340,8 +340,9 @@ def test_only_the_leader_of_a_machine_speaks_with_rank_0s_store():
 
     assert run_session(server, 4, body, nodes=nodes, wrap=noting) == [None] * 4
     assert calls[2] == calls[3] == []
-    # Three gathers and a broadcast are a wait each; a gather is an append and a count besides, and leaving is a count.
-    of_leader = {"append": 3, "add": 4, "set_timeout": 4, "get": 4 + 5, "check": 1}
+    # Three gathers and a broadcast are a wait each; a gather is an append and a count besides. To leave is a
+    # count, and to tell rank 0 another.
+    of_leader = {"append": 3, "add": 5, "set_timeout": 4, "get": 4 + 5, "check": 1}
     assert {name: number for name, number in Counter(calls[1]).items() if name != "set"} == of_leader
 
 
@@ -445,13 +446,21 @@ def test_a_rank_waits_in_the_server_and_asks_nothing_meanwhile(server: Server, f
 
     outcomes = run_session(server, 3, body, wrap=lambda store, rank: Noting(store, calls[rank], waits[rank]))
     assert [type(outcome) for outcome in outcomes] == ([LayoutError] * 3 if fails else [type(None)] * 3)
-    # A gather is an append, a count, and a wait. Rank 2 leaves by a count; it may be the last of those that rank 0 waits for.
+    # A gather is an append, a count, and a wait. Rank 2 leaves by a count; the last of those that rank 0 waits for counts twice.
     gather = ["append", "add", "set_timeout", "get"]
     num_gathers = 2 if fails else 3
-    assert [name for name in calls[2] if name != "set"] == gather * num_gathers + ["add"]
+    asked = [name for name in calls[2] if name not in ("set", "delete_key")]
+    assert asked[: -1 - (asked[-2] == "add")] == gather * num_gathers
+    assert asked[-1] == "add"
 
 
 # --- interrupted at any moment ---
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    with over_when(lambda: False) as clock:
+        yield clock
 
 
 class Interrupting:
@@ -483,11 +492,9 @@ class Interrupting:
 @pytest.mark.parametrize("waits", [False, True], ids=["polls", "waits"])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_an_interrupt_at_any_operation_leaves_the_ranks_agreed(
-    rank: int, after: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_interrupt_at_any_operation_leaves_the_ranks_agreed(rank: int, after: bool, waits: bool, clock: Clock):
     """All others finish, or all others are told; and no key stays, unless the interrupt hit the very act of leaving."""
-    monkeypatch.setattr(store_module, "_FAREWELL_S", 0.2)
+    clock.is_over = lambda: all(thread.name != f"rank {rank}" for thread in threading.enumerate())
     leaving, told, finished = 0, 0, 0
     # Just after one operation the store is as before the next one, so that every second operation shows it in all its states.
     for n in range(0, 1000, 1 if is_long() else 2):
@@ -519,20 +526,35 @@ def test_an_interrupt_at_any_operation_leaves_the_ranks_agreed(
 # --- a rank does not come ---
 
 
-@pytest.fixture
-def clock() -> Iterator[Clock]:
-    with over_when(lambda: False) as clock:
-        yield clock
-
-
 def arrived(server: Server, step: int, num_ranks: int) -> Callable[[], bool]:
     """Whether that many ranks have arrived at a step."""
     return lambda: server.store.check([f"session/{step}/arrived"]) and server.store.add(f"session/{step}/arrived", 0) >= num_ranks
 
 
-def test_ranks_that_do_not_arrive_are_named_on_all_that_did(server: Server, clock: Clock):
+class SilentBell:
+    """A store that rings a step's bell, but whose reply to that does not come."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def set(self, key: str, value: bytes) -> None:
+        self.store.set(key, value)
+        if key.endswith("/bell"):
+            raise dist.DistError("no reply came")
+
+
+@pytest.mark.parametrize("silent", [(), (0,), (4,), (0, 1, 4)])
+def test_ranks_that_do_not_arrive_are_named_on_all_that_did(server: Server, clock: Clock, silent: tuple[int, ...]):
+    """Also on ranks that lose the store once they know the refusal."""
     clock.is_over = arrived(server, 0, 3)
-    outcomes = run_session(server, 6, lambda comm: None, only=[0, 1, 4], timeout_s=600)
+
+    def wrap(store: Any, rank: int) -> Any:
+        return SilentBell(store) if rank in silent else store
+
+    outcomes = run_session(server, 6, lambda comm: None, only=[0, 1, 4], timeout_s=600, wrap=wrap)
     message = "save '/ckpt': ranks 2-3, 5 did not arrive within 600 s. Did every rank "
     for rank in (0, 1, 4):
         assert type(outcomes[rank]) is PeerError
@@ -544,6 +566,8 @@ def test_ranks_that_do_not_arrive_are_named_on_all_that_did(server: Server, cloc
     for rank in (2, 3, 5):
         assert type(late[rank]) is PeerError
         assert str(late[rank]).startswith(message)
+    if silent:
+        server.store = dist.HashStore()  # the keys stay in the old one: these ranks could not count themselves as gone
 
 
 def test_a_missing_rank_0_is_named(server: Server, clock: Clock):
