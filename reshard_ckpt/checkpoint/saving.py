@@ -380,13 +380,11 @@ def _begin(
 ) -> SaveHandle:
     """Begin a save and return its handle. By then the state may change, except with lazy staging, which copies it later."""
 
-    def launch_and_join(job: SaveJob, session: ExitStack) -> SaveHandle:
+    def begin(job: SaveJob, session: ExitStack) -> SaveHandle:
         target = None if choose_target is None else choose_target(job)
-        handle = launch(job, session, guarded(), target)
-        SAVES.join(handle)
-        return handle
+        return launch(job, session, guarded(), target)
 
-    return run_save(path, capture, options, launch_and_join, into="" if choose_target is None else " to memory")[1]
+    return run_save(path, capture, options, begin, into="" if choose_target is None else " to memory")[1]
 
 
 def save_captured(path: Path, capture: Capture, **options: Any) -> SaveReport:

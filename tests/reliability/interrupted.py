@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +18,8 @@ from unittest import mock
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import saving
-from reshard_ckpt.engine.saving import commit, staging, write
+from reshard_ckpt.engine.saving import async_save, commit, staged_copy, staging, write
+from reshard_ckpt.engine.saving.handle import saves_to
 from reshard_ckpt.errors import UsageError
 from tests.reliability.faults import CHANGING, fails, faulty
 from tests.reliability.states import NEW, OLD, assert_clean, assert_next_save_works, held, plain
@@ -52,8 +53,9 @@ def from_now_on(fault: Any) -> None:
     _ENTERED.append(fault)
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("reshard-ckpt")]
+def threads() -> list[threading.Thread]:
+    """Our threads; not those whose start was interrupted before there was a thread."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("reshard-ckpt") and thread.ident]
 
 
 def after(path: Path) -> None:
@@ -90,10 +92,9 @@ def sync(path: Path) -> int:
     return points
 
 
-def between(path: Path) -> int:
-    """Ctrl-C at each line of a save from its first file to the commit, and at each return."""
-    steps = (commit.write_and_commit, write.write_files, commit.commit, commit._undo, commit.publish)
-    codes = {saving._save.__code__, saving.run_save.__code__, *(step.__code__ for step in steps)}
+def between(path: Path, functions: Iterable[Any], save: Callable[[], object]) -> int:
+    """Ctrl-C at each line of these functions, and at each return; the number of these points."""
+    codes = {function.__code__ for function in functions}
     for n in range(10_000):
         reached = 0
 
@@ -108,13 +109,44 @@ def between(path: Path) -> int:
 
         sys.settrace(trace)
         try:
-            interrupted = caught(lambda: checkpoint.save(path, plain(NEW)))
+            interrupted = caught(save)
         finally:
             sys.settrace(None)
+        for handle in saves_to(str(path)):  # it came just before the save's return
+            handle.running.wait()
+        for thread in threads():
+            thread.join(600)
         after(path)
         if not interrupted:
             return n
     raise AssertionError
+
+
+def to_the_commit(path: Path) -> int:
+    """Ctrl-C at each line of a save from its first file to the commit."""
+    steps = (commit.write_and_commit, write.write_files, commit.commit, commit._undo, commit.publish)
+    return between(path, (saving._save, saving.run_save, *steps), lambda: checkpoint.save(path, plain(NEW)))
+
+
+START = threading.Thread.start
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """`Thread.start` in two lines: Ctrl-C comes before there is a thread, or after it, while the caller still waits for it."""
+    START(thread)
+    return
+
+
+def beginning(path: Path, kind: str) -> int:
+    """Ctrl-C at each line that begins a save in the background, also while its threads are started."""
+    thread = async_save.SaveThread
+    steps = (async_save.launch, async_save._stage_lazily, async_save._thread, thread.start, thread.stage, thread._stage)
+    with mock.patch.object(threading.Thread, "start", start_thread):
+        return between(
+            path,
+            (*steps, staged_copy.StagedCopy.fill_all, start_thread),
+            lambda: checkpoint.async_save(path, plain(NEW), staging=kind).result(600),
+        )
 
 
 def copying(path: Path, kind: str) -> int:
@@ -160,9 +192,8 @@ def waiting(path: Path) -> None:
         assert caught(wait)
         handle.result(600)
     assert held(path) == NEW
-    for thread in threading.enumerate():
-        if thread.name.startswith("reshard-ckpt"):
-            thread.join(600)
+    for thread in threads():
+        thread.join(600)
     after(path)
 
 
@@ -187,7 +218,9 @@ def no_thread(path: Path) -> None:
 
 def interrupts(path: Path) -> None:
     checkpoint.save(path, plain(OLD))
-    points = {"sync": sync(path), "between": between(path), "eager": copying(path, "eager"), "lazy": copying(path, "lazy")}
+    points = {"sync": sync(path), "to the commit": to_the_commit(path)}
+    for kind in ("eager", "lazy"):
+        points |= {kind: copying(path, kind), f"beginning, {kind}": beginning(path, kind)}
     waiting(path)
     no_thread(path)
     print(json.dumps(points))

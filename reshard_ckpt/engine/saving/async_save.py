@@ -21,7 +21,7 @@ from ...core.report import SaveReport
 from ...errors import CheckpointError, UsageError
 from ..common.host_memory import POOL
 from .commit import write_and_commit
-from .handle import RunningSave, SaveHandle
+from .handle import SAVES, RunningSave, SaveHandle
 from .options import SaveJob, Written
 from .staged_copy import StagedCopy, take_ring, without_unchanged
 from .step_guard import ChangeDetector, GuardedState, StepGuard
@@ -59,15 +59,18 @@ class StoreTarget:
 
 
 class SaveThread:
-    """The thread that writes and commits one asynchronous save, during or after its staging."""
+    """The thread that writes and commits one asynchronous save, during or after its staging.
 
-    def __init__(
-        self, save: RunningSave, session: AbstractContextManager[Any], job: SaveJob, copy: StagedCopy, target: SaveTarget
-    ) -> None:
-        self._save, self._session, self._job, self._copy, self._target = save, session, job, copy, target
+    Ctrl-C may come while a thread is being started, so that nobody knows whether it runs. So whoever does the work of a thread
+    first takes its lock, `_writes` or `_copies`, which is never given back: the thread, or `give_up` in its place.
+    """
+
+    def __init__(self, save: RunningSave, job: SaveJob, copy: StagedCopy, target: SaveTarget) -> None:
+        self._save, self._job, self._copy, self._target = save, job, copy, target
+        self.session: AbstractContextManager[Any] = nullcontext()
+        """The session with the other ranks, which is left once the save is over."""
         self._staging = copy.staging
-        self._stages = False
-        self._may_begin = threading.Event()
+        self._may_begin, self._writes, self._copies = threading.Event(), threading.Lock(), threading.Lock()
 
     def start(self) -> None:
         """Start the thread. After `let_begin` it writes and commits the save, leaves the session, and gives back the ring.
@@ -75,18 +78,13 @@ class SaveThread:
         Raises
         ------
         UsageError
-            No thread can be started, or the interpreter is about to end. The session is left with this error.
+            No thread can be started, or the interpreter is about to end.
         """
         try:
             # Not a daemon thread: when the job ends, the interpreter waits for the last save.
             self._save.threads.append(_thread("reshard-ckpt-save", self._run))
         except RuntimeError as error:
-            self._save.finish_staging()
-            self._close()
-            with self._session:
-                raise UsageError(
-                    f"no thread to save in can be started ({error}): call checkpoint.save, which needs none"
-                ) from error
+            raise UsageError(f"no thread to save in can be started ({error}): call checkpoint.save, which needs none") from error
 
     def let_begin(self) -> None:
         """Let the save's threads begin. It is called last in the public call, which they would have slowed down."""
@@ -97,36 +95,48 @@ class SaveThread:
 
         An error of `fill` fails the save. An interrupt (Ctrl-C) in `fill`, if it runs here, is also raised.
         """
-        self._stages = True
         if in_background:
             with suppress(RuntimeError):  # if no thread can be started, `fill` runs here
                 self._save.threads.append(_thread("reshard-ckpt-stage", lambda: self._may_begin.wait() and self._stage(fill)))
                 return
-        error = self._stage(fill)
+        try:
+            error = self._stage(fill)
+        except BaseException:  # Ctrl-C between two lines of `_stage`
+            self._save.finish_staging()
+            raise
         if error is not None and not isinstance(error, Exception):
             raise error
 
     def _stage(self, fill: Callable[[], object]) -> BaseException | None:
+        if not self._copies.acquire(blocking=False):
+            return None  # given up
         try:
             return self._copy.fill_all(fill)
         finally:
             self._save.finish_staging()
 
     def give_up(self, error: BaseException) -> None:
-        """Fail the save with this error, and wait until it is over."""
-        self.let_begin()
+        """Fail the save with this error, which the caller raises, and wait until it is over."""
         self._staging.fail(error)
-        if not self._stages:  # `stage` was not called and will not be: the thread must not wait for it
+        self.let_begin()
+        if self._copies.acquire(blocking=False):  # nothing is being copied
             self._save.finish_staging()
+        self._run()
         self._save.wait()
+        for thread in self._save.threads:
+            thread.join()
+        self._save.take_error()
 
     def _run(self) -> None:
         self._may_begin.wait()
+        if not self._writes.acquire(blocking=False):
+            return
         recorder = self._job.recorder
         outcome: SaveReport | BaseException
         try:
-            with self._session:
+            with self.session:
                 try:
+                    self._staging.refuse_failed()
                     written = self._target.finish(self._job, self._copy)
                 except BaseException as error:
                     self._staging.fail(error)
@@ -143,13 +153,10 @@ class SaveThread:
         # The filling thread may still copy into the ring: wait for it before the ring goes back.
         self._save.staged.result()
         try:
-            self._close()
+            self._copy.close()
+            self._target.give_back(self._copy.ring)
         finally:
             self._save.finish(outcome)
-
-    def _close(self) -> None:
-        self._copy.close()
-        self._target.give_back(self._copy.ring)
 
 
 def _thread(name: str, target: Callable[[], object]) -> threading.Thread:
@@ -182,30 +189,29 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
     detector = ChangeDetector(guarded.tensors) if guarded.optimizers else None
     copy = StagedCopy(job, layouts, ring)
     save = RunningSave(job.path, job.save_id)
-    thread = SaveThread(save, session.pop_all(), job, copy, target)
-    # A guard needs a ring that holds all images. A ring that streams is filled before this returns.
-    guard = None
-    if detector is not None and copy.staging.holds_all:
-        guard = StepGuard(guarded.optimizers, detector, lambda: save.wait_for(save.queued))
+    thread, guard = SaveThread(save, job, copy, target), None
     try:
+        thread.session = session.pop_all()
+        # A guard needs a ring that holds all images. A ring that streams is filled before this returns.
+        if detector is not None and copy.staging.holds_all:
+            guard = StepGuard(guarded.optimizers, detector, lambda: save.wait_for(save.queued))
         thread.start()
-    except BaseException:
-        if guard is not None:
-            guard.release()
-        raise
-    try:
         if copy.staging.copy_streams or not copy.staging.holds_all:
             thread.let_begin()  # a device copies by itself, and a ring that streams must be drained meanwhile
         if guard is None:
             thread.stage(copy.fill, in_background=job.options.caller_holds)
         else:
             _stage_lazily(thread, save, copy, guard, guarded.tensors)
+        handle = SaveHandle(save)
+        SAVES.join(handle)
+        save.add_stall(recorder.now() - recorder.began)
         thread.let_begin()
     except BaseException as error:  # Ctrl-C, which may come at any moment
         thread.give_up(error)
+        if guard is not None:
+            guard.release()
         raise
-    save.add_stall(recorder.now() - recorder.began)
-    return SaveHandle(save)
+    return handle
 
 
 def _stage_lazily(

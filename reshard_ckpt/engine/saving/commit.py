@@ -126,16 +126,17 @@ def chunks_of(job: SaveJob) -> Iterator[Chunks]:
     copy = StagedCopy(job, layouts, take_ring(job.local_shards, layouts, RING_BYTES))
     thread = threading.Thread(target=copy.fill_all, args=(copy.fill,), name="reshard-ckpt-stage")
     try:
-        thread.start()
-    except RuntimeError as error:
-        raise UsageError(f"no thread to copy from the device in can be started ({error}); end some, or save later") from error
-    try:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise UsageError(f"no thread to copy from the device in can be started ({error}); end some, or save later") from error
         yield copy.chunks
-    except BaseException as error:
+    except BaseException as error:  # also Ctrl-C while the thread is being started: it may run, and wait for the writer
         copy.staging.fail(error)
         raise
     finally:
-        thread.join()
+        if thread.is_alive():
+            thread.join()
         copy.close()
         POOL.give_back(copy.ring)
 

@@ -211,6 +211,10 @@ class Staging:
         """Wait until the filling thread has called `finish`, or raise its error."""
         self._wait(lambda: self._finished)
 
+    def refuse_failed(self) -> None:
+        """Raise the error of `fail`, if it was called."""
+        self._wait(lambda: True)
+
     def fail(self, error: BaseException) -> None:
         """Record an error of one thread, and wake the other thread, which raises it."""
         with self._changed:
