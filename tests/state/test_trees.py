@@ -199,6 +199,9 @@ def test_an_object_with_an_empty_state_is_filled_from_the_checkpoint():
     lazy = Counter()
     load(save([capture({"loader": Counter(position=3, seen=[1])})]), {"loader": lazy})
     assert lazy.state == {"position": 3, "seen": [1]}
+    fresh = Counter(position=None)
+    load(save([capture({"loader": Counter(position={"epoch": 3})})]), {"loader": fresh})
+    assert fresh.state == {"position": {"epoch": 3}}
 
 
 def test_schedulers_come_back():
@@ -399,9 +402,10 @@ def test_groups_that_do_not_hold_the_targets_parameters_are_named():
     ],
     ids=["tuples", "deeper tuples", "ordered", "counting", "objects"],
 )
-def test_what_is_added_in_an_absent_place_is_as_it_was_saved(extra: dict[str, Any]):
+@pytest.mark.parametrize("nothing", [{}, dict.fromkeys("cdo"), {"c": [], "d": (), "o": []}], ids=["absent", "None", "empty"])
+def test_what_is_added_in_an_absent_place_is_as_it_was_saved(extra: dict[str, Any], nothing: dict[str, Any]):
     saved = save([capture({"extra": extra})])
-    target: dict[str, Any] = {}
+    target = {key: nothing[key] for key in extra if key in nothing}
     load(saved, {"extra": target}, wanted=set())
     assert target == extra
     assert encode_value(target["o"], "o") == encode_value(extra["o"], "o") if "o" in extra else True
