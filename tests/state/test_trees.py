@@ -186,6 +186,19 @@ def test_an_object_takes_its_whole_state_back_once():
     assert inner.state == {"n": 1}
 
 
+def test_objects_take_their_state_in_the_order_of_the_state_and_inner_ones_first():
+    told: list[str] = []
+
+    class Teller(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            told.append(state["name"])
+
+    state = {name: Teller(name=name) for name in ("loader", "a", "rng")} | {"z": PerRank(Teller(name="z"))}
+    state |= {"outer": Teller(name="outer", inner=Teller(name="inner")), "more": [Teller(name="first"), Teller(name="second")]}
+    load(save([capture(state)]), state)
+    assert told == ["inner", "loader", "a", "rng", "outer", "first", "second", "z"]
+
+
 def test_an_object_that_refuses_its_state_is_a_named_error():
     class Picky(Counter):
         def load_state_dict(self, state: dict[str, Any]) -> None:
