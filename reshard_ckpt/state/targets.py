@@ -297,15 +297,11 @@ class TreeTarget:
             return False
         node = self._root
         relative = self._relative(path)
-        # Once a step is missing, all later steps are too: they must be keys of new dicts, and not indices.
+        # Once a step is missing, all later steps are too.
         for key in relative:
-            if _is_absent(node):
-                if isinstance(key, Index):
-                    return False
-            elif not isinstance(node, MutableMapping) or is_stateful(node):
+            if isinstance(key, Index) or is_stateful(node) or not (_is_absent(node) or isinstance(node, MutableMapping)):
                 return False
-            else:
-                node = node.get(key, _MISSING)
+            node = _MISSING if _is_absent(node) else node.get(key, _MISSING)
         return bool(relative) and (_is_absent(node) or (isinstance(node, Mapping) and not node))
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:

@@ -111,6 +111,10 @@ def test_an_empty_container_is_missing_only_if_the_checkpoint_knows_nothing_of_i
     assert extra == {"a": {"x": 1}}
     with pytest.raises(MismatchError, match=r"extra.typo: missing value"):
         load(saved, {"extra": {"typo": {}}})
+    in_list = save([capture({"extra": {"a": [{"x": 1}, Counter(n=2)]}})])
+    for nothing in ({}, [], None):
+        with pytest.raises(MismatchError, match=r"extra.a.0.x: saved as a value, for which the state has no place"):
+            load(in_list, {"extra": {"a": nothing}})
 
 
 def test_a_value_where_the_target_has_a_tensor_is_named_and_left_out():
