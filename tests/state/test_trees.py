@@ -436,6 +436,20 @@ def test_what_is_added_in_an_absent_place_is_as_it_was_saved(extra: dict[str, An
         assert list(target["d"][(0,)]) == ["b", "a"]
 
 
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_values_beside_tensors_lose_what_wrappers_add_too(kind: type[dict[str, Any]]):
+    """As ``torch.compile(module).state_dict()`` has them if a module has extra state."""
+    compiled = kind({"_orig_mod.w": torch.ones(2), "_orig_mod._extra_state": collections.OrderedDict(b=1, a={"n": 2})})
+    saved = save([capture({"model": compiled})])
+    assert sorted(saved.values) == ["model._extra_state.a.n", "model._extra_state.b"]
+    target = kind({"_orig_mod.w": torch.zeros(2), "_orig_mod._extra_state": {"a": {"n": 0}, "b": 0}})
+    load(saved, {"model": target}, wanted=set())
+    assert target["_orig_mod._extra_state"] == {"b": 1, "a": {"n": 2}}
+    lacks = kind({"w": torch.zeros(2)})
+    load(saved, {"model": lacks}, wanted=set())
+    assert encode_value(lacks["_extra_state"], "") == encode_value(compiled["_orig_mod._extra_state"], "")
+
+
 def test_a_defaultdict_of_a_factory_of_ones_own_is_made_without():
     saved = save([capture({"extra": {"d": collections.defaultdict(lambda: 5, a=1)}})])
     target: dict[str, Any] = {}
