@@ -162,8 +162,9 @@ class TreeTarget:
         self.values = tuple(
             name
             for name, row in self._slots.items()
-            # Nothing under this name on this rank, where the checkpoint has something below it: other ranks have that.
+            # Nothing under this name, where the checkpoint has something below it: that is added here, or other ranks take it.
             if not (row.kind is Kind.VALUE and is_nothing(row.value) and name not in saved and has_below(name))
+            or not (adds or isinstance(row.value, Mapping))
         )
         for name, row in self._slots.items():
             for node in self._nodes(row.path)[:-1]:
