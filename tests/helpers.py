@@ -17,6 +17,7 @@ import torch
 from reshard_ckpt.core.catalog.model import BoxTable, Catalog, RowTable, TensorKind, TensorTable, ValueEntry
 from reshard_ckpt.core.catalog.names import link_columns
 from reshard_ckpt.core.catalog.param_groups import merge
+from reshard_ckpt.core.catalog.problems import ELSEWHERE, Problem
 from reshard_ckpt.core.catalog.specs import CODES, Piece, StateLink, ValueKind
 from reshard_ckpt.errors import MismatchError
 from reshard_ckpt.format.dtypes import TORCH_DTYPES
@@ -163,7 +164,8 @@ def load(
     if wanted is not None:
         known = wanted | {e.spec.name for e in target.tensors}
         problems += [f"{name}: unexpected" for name in below if name in saved.tensors and name not in known]
-    problems += target.check(mine)
+    # With several ranks, only the vote knows whether any of them takes a value.
+    problems += [line for line in target.check(mine) if size == 1 or Problem.of(line).cure != ELSEWHERE]
     if strict and problems:
         raise MismatchError("\n".join(problems), problems)
     for entry in target.tensors:

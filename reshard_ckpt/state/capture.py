@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -352,7 +353,9 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         find_memory(wanted, writes=True)
         out.add(wanted)
     # Trees of objects last, inner before outer: the state that they give back holds modules and tensors that are loaded by then.
-    parts += [TreeTarget(tree, saved, prefixes.include, group, adds=adds) for tree in reversed(opened.trees)]
+    # Those of one depth stay in the order of the state: a program may put a random state behind objects that draw numbers.
+    trees = sorted(opened.trees, key=attrgetter("depth"), reverse=True)
+    parts += [TreeTarget(tree, saved, prefixes.include, group, adds=adds) for tree in trees]
     dtensors = {kind for kind in {type(row.value) for row in wanted} if issubclass(kind, dtensor_class())}
     router = Router(parts, tuple(str(step) for step in steps(state)))
     return Target(

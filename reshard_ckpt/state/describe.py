@@ -107,9 +107,10 @@ class Steps:
         """Return the saved keys of a path. The class of the tree's root is not recorded, because no load makes a root."""
         steps, node = path_keys(path), self._root
         for at in range(self._above, len(path)):
+            key = own_key(path[at])
             if at > self._above and type(node) in _KINDS:
-                steps[at] = self._step(node, path[at], steps[at])
-            node = _child(node, path[at])
+                steps[at] = self._step(node, key, steps[at])
+            node = _child(node, key)
         return steps
 
     def _step(self, node: Any, key: Any, saved: Any) -> Any:

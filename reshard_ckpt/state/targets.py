@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from ..core.catalog.param_groups import Groups
-from ..core.catalog.problems import COMBINE, Problem, no_place
+from ..core.catalog.problems import COMBINE, Problem, elsewhere, no_place
 from ..core.catalog.specs import ValueKind
 from ..core.report import plural, type_in_words
 from ..core.trees import Path, name_of
@@ -162,8 +162,9 @@ class TreeTarget:
         self.values = tuple(
             name
             for name, row in self._slots.items()
-            # Nothing under this name on this rank, where the checkpoint has something below it: other ranks have that.
+            # Nothing under this name, where the checkpoint has something below it: that is added here, or other ranks take it.
             if not (row.kind is Kind.VALUE and is_nothing(row.value) and name not in saved and has_below(name))
+            or not (adds or isinstance(row.value, Mapping))
         )
         for name, row in self._slots.items():
             for node in self._nodes(row.path)[:-1]:
@@ -264,13 +265,15 @@ class TreeTarget:
     def _add(self, name: str, value: Any) -> str | None:
         """Plan to add a value that the tree lacks to the dict that it was saved in.
 
-        Return a line about the problem if it does not fit. Pass it over without `adds`, or if its place belongs to other ranks.
+        Return a line about the problem if it does not fit, or if other ranks have to take it. Without `adds`, pass it over.
         """
         saved = self._saved[name]
         if name in self._tensors:
             return f"{name}: saved as a value, wanted as a tensor; pass a plain value under this key"
-        if not self._adds or self._is_elsewhere(saved.path):
+        if not self._adds:
             return None
+        if self._is_elsewhere(saved.path):
+            return elsewhere(name)
         if saved.kind == ValueKind.PARAM_GROUPS or not self._fits(saved.path):
             return no_place(name, "state")
         if saved.kind == ValueKind.PER_RANK:
@@ -281,13 +284,12 @@ class TreeTarget:
         return None
 
     def _is_elsewhere(self, path: Path) -> bool:
-        """Tell whether a path leads through None or an empty list, which stands for a stage or optimizer of other ranks."""
+        """Tell whether a path leads through None or an empty list, which may stand for a stage or optimizer of other ranks."""
         node = self._root
         for key in self._relative(path):
-            if isinstance(node, Mapping):
-                node = node.get(key, _MISSING)
-            else:
-                return node is None or (isinstance(node, list | tuple) and not node)
+            if not isinstance(node, Mapping):
+                return self._group.size > 1 and node is not _MISSING and _is_absent(node)
+            node = node.get(key, _MISSING)
         return False
 
     def _fits(self, path: Path) -> bool:
@@ -296,16 +298,12 @@ class TreeTarget:
             return False
         node = self._root
         relative = self._relative(path)
-        # Once a step is missing, all later steps are too: they must be keys of new dicts, and not indices.
+        # Once a step is missing, all later steps are too.
         for key in relative:
-            if node is _MISSING:
-                if isinstance(key, Index):
-                    return False
-            elif not isinstance(node, MutableMapping) or is_stateful(node):
+            if isinstance(key, Index) or is_stateful(node) or not (_is_absent(node) or isinstance(node, MutableMapping)):
                 return False
-            else:
-                node = node.get(key, _MISSING)
-        return bool(relative) and (node is _MISSING or (isinstance(node, Mapping | list | tuple) and not node))
+            node = _MISSING if _is_absent(node) else node.get(key, _MISSING)
+        return bool(relative) and (_is_absent(node) or (isinstance(node, Mapping) and not node))
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         """Make the changes that `check` has collected. If the tree is the state of an object, give it back to the object."""
@@ -328,6 +326,11 @@ class TreeTarget:
                 raise MismatchError(f"{self.name}: load_state_dict refused the loaded state: {error}") from error
 
 
+def _is_absent(node: Any) -> bool:
+    """Tell whether a node of a tree is missing, None, or an empty list or tuple, in whose place a dict can be made."""
+    return node is _MISSING or (isinstance(node, list | tuple | None) and not node)
+
+
 def _may_make(node: Any) -> bool:
     """Tell whether a container is a mapping other than a dict, so that it may make a new object at each access."""
     return isinstance(node, Mapping) and not isinstance(node, dict)
@@ -344,12 +347,11 @@ def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:
     """
     if not path:
         return value
+    if not isinstance(node, MutableMapping) and _is_absent(node):
+        node = new_dict(steps[0])
     key, rest = own_key(path[0]), path[1:]
     if isinstance(node, MutableMapping):
-        child = node.get(key, _MISSING)
-        if child is _MISSING and rest:
-            child = new_dict(steps[1])
-        node[key] = _put(child, rest, value, steps[1:])
+        node[key] = _put(node.get(key, _MISSING), rest, value, steps[1:])
         return node
     items = list(node)
     items[key] = _put(items[key], rest, value, steps[1:])

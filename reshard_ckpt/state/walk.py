@@ -92,6 +92,8 @@ class Tree:
         The optimizers in that object.
     given
         Numbered optimizer state dicts in this tree, each with the optimizer that gave it.
+    depth
+        The number of objects around it.
     """
 
     path: Path
@@ -101,6 +103,7 @@ class Tree:
     owner: Any = None
     watched: Watched = field(default_factory=Watched)
     given: list[tuple[Optimizer, Mapping[str, Any]]] = field(default_factory=list)
+    depth: int = 0
 
 
 def walk(state: Mapping[Any, Any]) -> list[Tree]:
@@ -125,19 +128,19 @@ def walk(state: Mapping[Any, Any]) -> list[Tree]:
         for row in tree.rows:
             if row.kind is Kind.MODULES:
                 row.value = tuple(ModuleState(module, row.name, row.path) for module in row.value)
-        trees += [_tree_of(row, steps_of) for row in tree.rows if row.kind is Kind.OBJECT]
+        trees += [_tree_of(row, steps_of, tree.depth + 1) for row in tree.rows if row.kind is Kind.OBJECT]
     _check_names(trees)
     return trees
 
 
-def _tree_of(row: Entry, steps_of: StepsOf) -> Tree:
+def _tree_of(row: Entry, steps_of: StepsOf, depth: int) -> Tree:
     """Return the tree of the object in a row: its ``state_dict()``, or the state of a ``torch.Generator``."""
     obj, rows = row.value, list[Entry]()
     if isinstance(obj, torch.Generator):
-        tree = Tree(row.path, obj.get_state(), rows, obj.set_state)
+        tree = Tree(row.path, obj.get_state(), rows, obj.set_state, depth=depth)
     else:
         root, watched = Watched.state_dict_of(obj)
-        tree = Tree(row.path, root, rows, obj.load_state_dict, obj, watched)
+        tree = Tree(row.path, root, rows, obj.load_state_dict, obj, watched, depth=depth)
     _add(rows, tree.root, row.path, (), steps_of)
     return tree
 

@@ -135,7 +135,11 @@ def test_what_is_not_asked_for_is_passed_over_and_nothing_is_added(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "wanted", [{"a": {"z": 0}}, {"a": {"x": 0}, "c": torch.zeros(2)}, {"b": torch.zeros(4)}, {"b": 3}, {"a": torch.zeros(1)}]
+    "wanted",
+    [
+        *({"a": {"z": 0}}, {"a": {"x": 0}, "c": torch.zeros(2)}, {"b": torch.zeros(4)}, {"b": 3}, {"a": torch.zeros(1)}),
+        *({"a": None}, {"a": []}),
+    ],
 )
 def test_what_is_missing_or_of_another_shape_changes_nothing(tmp_path: Path, wanted: dict[str, Any]):
     dcp.save({"a": {"x": 1}, "b": torch.ones(3)}, checkpoint_id=tmp_path)

@@ -110,6 +110,11 @@ def values_job(folder: str) -> dict[str, Any]:
         broken = {**only, "plain": checkpoint.PerRank("as before", combine=fails if rank == 1 else len)}
         out["broken"] = outcome(lambda: checkpoint.load(path, {"extra": broken}, process_group=three))
         out["broken_value"] = broken["plain"].value
+    nowhere: dict[str, Any] = {"counts": None}
+    out["nowhere"] = outcome(lambda: checkpoint.load(path, {"extra": nowhere}))
+    on_others: dict[str, Any] = {"counts": None if rank == 1 else {}}
+    checkpoint.load(path, {"extra": on_others})
+    out["on_others"] = on_others["counts"]
     some = {"position": checkpoint.PerRank(rank)} if rank != 2 else {}
     mixed = {"position": checkpoint.PerRank(rank) if rank == 2 else 1}
     out["of_two_kinds"] = outcome(lambda: checkpoint.save(Path(folder, "some"), {"extra": mixed}))
@@ -121,9 +126,15 @@ def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
     answers = run_ranks(values_job, 4, str(tmp_path))
     for out in answers:
         assert out["same_size"] == (True,) * 8
+        assert (
+            "extra.counts.3: in the checkpoint, but every rank passes None or an empty list above it; pass {} there"
+            in out["nowhere"].message
+        )
         assert "extra.position: a plain value on rank 0, a PerRank on rank 2" in out["of_two_kinds"].message
         assert out["missing_on_a_rank"].error == "LayoutError"
         assert "extra.position: a PerRank value is missing on ranks [2]" in out["missing_on_a_rank"].message
+    counts = {3: "three", (1, 2): "pair"}
+    assert [out["on_others"] for out in answers] == [counts, None, counts, counts]
     read = [sample for out in answers for sample in out["read"]]
     left = [sample for out in answers[:3] for sample in out["left"]]
     assert sorted(read + left) == list(range(SAMPLES)), "each sample is read once"

@@ -111,6 +111,10 @@ def test_an_empty_container_is_missing_only_if_the_checkpoint_knows_nothing_of_i
     assert extra == {"a": {"x": 1}}
     with pytest.raises(MismatchError, match=r"extra.typo: missing value"):
         load(saved, {"extra": {"typo": {}}})
+    in_list = save([capture({"extra": {"a": [{"x": 1}, Counter(n=2)]}})])
+    for nothing in ({}, [], None):
+        with pytest.raises(MismatchError, match=r"extra.a.0.x: saved as a value, for which the state has no place"):
+            load(in_list, {"extra": {"a": nothing}})
 
 
 def test_a_value_where_the_target_has_a_tensor_is_named_and_left_out():
@@ -186,6 +190,19 @@ def test_an_object_takes_its_whole_state_back_once():
     assert inner.state == {"n": 1}
 
 
+def test_objects_take_their_state_in_the_order_of_the_state_and_inner_ones_first():
+    told: list[str] = []
+
+    class Teller(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            told.append(state["name"])
+
+    state = {name: Teller(name=name) for name in ("loader", "a", "rng")} | {"z": PerRank(Teller(name="z"))}
+    state |= {"outer": Teller(name="outer", inner=Teller(name="inner")), "more": [Teller(name="first"), Teller(name="second")]}
+    load(save([capture(state)]), state)
+    assert told == ["inner", "loader", "a", "rng", "outer", "first", "second", "z"]
+
+
 def test_an_object_that_refuses_its_state_is_a_named_error():
     class Picky(Counter):
         def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,6 +216,9 @@ def test_an_object_with_an_empty_state_is_filled_from_the_checkpoint():
     lazy = Counter()
     load(save([capture({"loader": Counter(position=3, seen=[1])})]), {"loader": lazy})
     assert lazy.state == {"position": 3, "seen": [1]}
+    fresh = Counter(position=None)
+    load(save([capture({"loader": Counter(position={"epoch": 3})})]), {"loader": fresh})
+    assert fresh.state == {"position": {"epoch": 3}}
 
 
 def test_schedulers_come_back():
@@ -399,9 +419,10 @@ def test_groups_that_do_not_hold_the_targets_parameters_are_named():
     ],
     ids=["tuples", "deeper tuples", "ordered", "counting", "objects"],
 )
-def test_what_is_added_in_an_absent_place_is_as_it_was_saved(extra: dict[str, Any]):
+@pytest.mark.parametrize("nothing", [{}, dict.fromkeys("cdo"), {"c": [], "d": (), "o": []}], ids=["absent", "None", "empty"])
+def test_what_is_added_in_an_absent_place_is_as_it_was_saved(extra: dict[str, Any], nothing: dict[str, Any]):
     saved = save([capture({"extra": extra})])
-    target: dict[str, Any] = {}
+    target = {key: nothing[key] for key in extra if key in nothing}
     load(saved, {"extra": target}, wanted=set())
     assert target == extra
     assert encode_value(target["o"], "o") == encode_value(extra["o"], "o") if "o" in extra else True
@@ -413,6 +434,20 @@ def test_what_is_added_in_an_absent_place_is_as_it_was_saved(extra: dict[str, An
     if isinstance(extra.get("d"), collections.defaultdict):
         assert target["d"]["new"] == 0
         assert list(target["d"][(0,)]) == ["b", "a"]
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_values_beside_tensors_lose_what_wrappers_add_too(kind: type[dict[str, Any]]):
+    """As ``torch.compile(module).state_dict()`` has them if a module has extra state."""
+    compiled = kind({"_orig_mod.w": torch.ones(2), "_orig_mod._extra_state": collections.OrderedDict(b=1, a={"n": 2})})
+    saved = save([capture({"model": compiled})])
+    assert sorted(saved.values) == ["model._extra_state.a.n", "model._extra_state.b"]
+    target = kind({"_orig_mod.w": torch.zeros(2), "_orig_mod._extra_state": {"a": {"n": 0}, "b": 0}})
+    load(saved, {"model": target}, wanted=set())
+    assert target["_orig_mod._extra_state"] == {"b": 1, "a": {"n": 2}}
+    lacks = kind({"w": torch.zeros(2)})
+    load(saved, {"model": lacks}, wanted=set())
+    assert encode_value(lacks["_extra_state"], "") == encode_value(compiled["_orig_mod._extra_state"], "")
 
 
 def test_a_defaultdict_of_a_factory_of_ones_own_is_made_without():

@@ -51,6 +51,16 @@ COMBINE = "combine"
 """The cure of `PerRank` values that another number of ranks saved: its argument says what becomes of them."""
 
 
+ELSEWHERE = "elsewhere"
+"""The cure of a saved value that this rank passes over because other ranks may take it: it is a problem only if none does."""
+
+
+def elsewhere(name: str) -> Problem:
+    """Return the problem of a saved value above which the state of this rank has None or an empty list."""
+    what = "in the checkpoint, but every rank passes None or an empty list above it; pass {} there, or a Value or PerRank"
+    return Problem(name, what, ELSEWHERE)
+
+
 def not_saved(name: str) -> Problem:
     """Return the problem of a wanted tensor or value whose name the checkpoint lacks."""
     return Problem(name, "not in the checkpoint", "allow_missing", name)

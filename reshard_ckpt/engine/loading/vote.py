@@ -1,7 +1,8 @@
 """The vote of all ranks on a load: either every rank can load all that it wants, or all ranks raise the same error.
 
 1. Gather: each rank sends its problems, one line of text for each, by kind, and the saved tensors that it wants.
-2. Rank 0 merges the lines, adds a line for each saved tensor that no rank wants, and suggests known names for missing ones.
+2. Rank 0 merges the lines, adds a line for each saved tensor that no rank wants, and suggests known names for missing ones. It
+   drops the line of a value that a rank passes over, unless all ranks pass it over.
 3. Broadcast: rank 0 sends the merged lines. Every rank decides by them, and by its own ``strict``.
 """
 
@@ -14,7 +15,7 @@ from ...comm.protocol import Comm, merge_of_all
 from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.names import is_below
-from ...core.catalog.problems import Problem, not_saved
+from ...core.catalog.problems import ELSEWHERE, Problem, not_saved
 from ...core.planning.match import matches
 from ...core.report import MAX_NAMED, LoadReport, few, nearest, summarize_kinds
 from ...errors import MismatchError, UsageError
@@ -185,6 +186,8 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
     for kind in _KINDS:
         # Each problem once, in order of rank.
         problems[kind] = tuple(dict.fromkeys(tuple(each) for vote in votes for each in vote["problems"].get(kind, ())))
+    if problems["values"]:
+        problems["values"] = _unless_taken(problems["values"], votes)
     named: set[int] = set().union(*(vote["named"] for vote in votes))
     table = catalog.tensors_table
     problems["unexpected"] = tuple(
@@ -204,6 +207,12 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
         "unused": unused,
         "suggestions": _suggestions(catalog, problems, named),
     }
+
+
+def _unless_taken(problems: Sequence[tuple[str, ...]], votes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """Drop the problems with values that a rank passes over for others, unless all ranks pass them over."""
+    of_ranks = [{*map(tuple, vote["problems"].get("values", ()))} for vote in votes]
+    return tuple(each for each in problems if each[2] != ELSEWHERE or all(each in of_rank for of_rank in of_ranks))
 
 
 def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[tuple[str, ...]]], named: set[int]) -> list[tuple[str, str]]:
