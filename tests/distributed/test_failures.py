@@ -28,6 +28,7 @@ from reshard_ckpt.errors import (
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from tests.deadlines import over_when_here_are_all_but
 from tests.distributed.net import reference
+from tests.distributed.outcomes import Outcome, outcome
 from tests.launch import on_ranks
 
 MISMATCHES = {
@@ -170,7 +171,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path):
         save(state={"model": tensors(w=(3,))}, **three)
     assert torch.equal(checkpoint.read(good)["model.w"], reference("w", (4, 4)))
     dist.barrier()
-    save(good, {"model": tensors(w=(4, 4))})
+    assert outcome(lambda: save(good, {"model": tensors(w=(4, 4))})) == Outcome()
 
 
 @on_ranks(4)
