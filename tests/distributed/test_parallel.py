@@ -21,7 +21,7 @@ from reshard_ckpt import checkpoint
 from tests.distributed.cases import wrong_pairings
 from tests.distributed.net import HIDDEN, UNITS, Layout, Net, local, positions, reference
 from tests.distributed.outcomes import outcome
-from tests.launch import run_ranks
+from tests.launch import on_ranks, run_ranks
 from tests.tries import pairs
 
 ODD = (
@@ -84,7 +84,9 @@ def close(one: Made, at: list[torch.Tensor], other: list[dict[str, torch.Tensor]
     )
 
 
-def resume_job(folder: str) -> list[str]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_training_goes_on_where_it_was(tmp_path: Path):
     """Save in mid-training, right after an eval forward; go on in the same layout and in others."""
     world = dist.get_world_size()
     flat, grid = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rep", "dp"))
@@ -119,7 +121,7 @@ def resume_job(folder: str) -> list[str]:
         run[0].eval()
         with torch.no_grad():
             run[0](torch.arange(5))  # leaves FSDP2's root unsharded
-        checkpoint.save(Path(folder, kind), {"optimizer": run[1], "model": run[0]})
+        checkpoint.save(tmp_path / kind, {"optimizer": run[1], "model": run[0]})
         run[0].train()
         train(run, range(3, 5))
         wholes[kind] = [{key: whole(t) for key, t in of_one.items()} for of_one in tensors(run)]
@@ -127,16 +129,11 @@ def resume_job(folder: str) -> list[str]:
         target = made(loaded, "other")
         if saved == "ddp":
             train(target, range(1))  # one that has stepped
-        checkpoint.load(Path(folder, saved), {"optimizer": target[1], "model": target[0]})
+        checkpoint.load(tmp_path / saved, {"optimizer": target[1], "model": target[0]})
         train(target, range(3, 5))
         right = close(target, places[loaded], wholes[saved], exact=saved == loaded)
         wrong += [] if right else [f"{saved} to {loaded}"]
-    return wrong
-
-
-@pytest.mark.slow
-def test_training_goes_on_where_it_was(tmp_path: Path):
-    assert run_ranks(resume_job, 4, str(tmp_path)) == [[]] * 4
+    assert not wrong
 
 
 def stage_job(folder: str) -> list[Any]:
@@ -204,7 +201,8 @@ def test_stages_trained_by_a_schedule_and_stages_whose_names_clash(tmp_path: Pat
         assert tied
 
 
-def apart_job(folder: str) -> None:
+@on_ranks(4)
+def test_parts_of_a_job_save_and_load_at_the_same_time(tmp_path: Path):
     """Two halves of a job save at the same time, neither of them the first ranks in order; each half loads the other's."""
     rank = dist.get_rank()
     halves = [[0, 2], [1, 3]]
@@ -222,21 +220,17 @@ def apart_job(folder: str) -> None:
     for turn in range(3):
         net, optimizer = made(f"half {mine}")
         state = {"model": net, "optimizer": optimizer, "place": checkpoint.PerRank((mine, place, turn))}
-        checkpoint.save(Path(folder, str(mine)), state, process_group=groups[mine], mesh=meshes[mine])
+        checkpoint.save(tmp_path / str(mine), state, process_group=groups[mine], mesh=meshes[mine])
         dist.barrier()
         other, fresh = made("blank")
         position = checkpoint.PerRank(None)
         state = {"model": other, "optimizer": fresh, "place": position}
-        checkpoint.load(Path(folder, str(1 - mine)), state, process_group=groups[mine])
+        checkpoint.load(tmp_path / str(1 - mine), state, process_group=groups[mine])
         assert position.value == (1 - mine, place, turn)
         wanted, _ = made(f"half {1 - mine}")
         for got, value in zip(other.parameters(), wanted.parameters(), strict=True):
             assert torch.equal(local(got), local(value))
             assert not got.requires_grad or torch.equal(local(fresh.state[got]["exp_avg"]), local(value))
         dist.barrier()
-    catalog = checkpoint.catalog(Path(folder, "1"))
+    catalog = checkpoint.catalog(tmp_path / "1")
     assert (catalog.mesh.axes, catalog.mesh.sizes, {f.rank for f in catalog.files}) == (("dp",), (2,), {0, 1})
-
-
-def test_parts_of_a_job_save_and_load_at_the_same_time(tmp_path: Path):
-    run_ranks(apart_job, 4, str(tmp_path))
