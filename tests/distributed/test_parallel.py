@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import LayoutError
 from tests.distributed.cases import wrong_pairings
 from tests.distributed.net import HIDDEN, UNITS, Layout, Net, local, positions, reference
-from tests.distributed.outcomes import outcome
 from tests.launch import on_ranks, run_ranks
 from tests.tries import pairs
 
@@ -136,7 +135,8 @@ def test_training_goes_on_where_it_was(tmp_path: Path):
     assert not wrong
 
 
-def stage_job(folder: str) -> list[Any]:
+@on_ranks(2)
+def test_stages_trained_by_a_schedule_and_stages_whose_names_clash(tmp_path: Path):
     """Two stages a rank, trained by torch's own schedule; then stages whose names clash."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     units = (("embedding", 0), (1,), (2,), (3, "head"))
@@ -155,50 +155,36 @@ def stage_job(folder: str) -> list[Any]:
     schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == world - 1 else {}))
     for optimizer in opts:
         optimizer.step()
-    state = {"model": made, "optimizer": opts}
-    checkpoint.save(Path(folder, "stages"), state, mesh={"pp": world})
-    placement = {p.axis: p for p in checkpoint.catalog(Path(folder, "stages")).tensor("model.layers.2.up.weight").placement or ()}
-    answers: list[Any] = [(placement["pp"].kind, placement["pp"].coords)]
+    checkpoint.save(tmp_path / "stages", {"model": made, "optimizer": opts}, mesh={"pp": world})
+    placement = {p.axis: p for p in checkpoint.catalog(tmp_path / "stages").tensor("model.layers.2.up.weight").placement or ()}
+    assert (placement["pp"].kind, placement["pp"].coords) == ("resident", (0,))
 
-    saved = checkpoint.read(Path(folder, "stages"))
+    saved = checkpoint.read(tmp_path / "stages")
     for stage, optimizer in zip(made, opts, strict=True):
         for name, p in stage.submod.named_parameters():
             assert torch.equal(saved[f"model.{name}"], p), name
             for key, value in optimizer.state[p].items() if p.requires_grad else ():
                 assert torch.equal(saved[f"optimizer.state.{name}.{key}"], value), (name, key)
     other = stages("other")
-    fresh = optimizers(other)
-    checkpoint.load(Path(folder, "stages"), {"model": other, "optimizer": fresh})
+    checkpoint.load(tmp_path / "stages", {"model": other, "optimizer": optimizers(other)})
     for got, wanted in zip([s.submod for s in other], [s.submod for s in made], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got.parameters(), wanted.parameters(), strict=True))
 
-    sequential = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    answers.append(
-        outcome(lambda: checkpoint.save(Path(folder, "clash"), {"model": PipelineStage(sequential, rank, world, device)}))
-    )
-    uneven = nn.Sequential(nn.Linear(3, 4 + rank))
-    answers.append(outcome(lambda: checkpoint.save(Path(folder, "clash"), {"model": uneven})))
-    answers.append(outcome(lambda: checkpoint.save(Path(folder, "clash"), {"model": [sequential, uneven]})))
-    answers.append(Path(folder, "clash", "catalog.msgpack").exists())
+    sequential, uneven = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 4 + rank))
+    shapes = r"different names(?s:.*)model.0.weight: rank 0 has F32 \(4, 3\), rank 1 has F32 \(5, 3\)"
+    for model, says in (
+        (PipelineStage(sequential, rank, world, device), "distinct names(?s:.*)model.0.weight"),
+        (uneven, shapes),
+        ([sequential, uneven], "model.0.weight"),  # both on each rank
+    ):
+        with pytest.raises(LayoutError, match=says):
+            checkpoint.save(tmp_path / "clash", {"model": model})
+    assert not (tmp_path / "clash" / "catalog.msgpack").exists()
 
     tied = nn.Module()  # the same name on first and last
     tied.embedding = nn.Parameter(reference("embedding", (5, 3)) + (0 if rank in (0, world - 1) else torch.nan))
-    checkpoint.save(Path(folder, "tied"), {"model": [tied] if rank in (0, world - 1) else []})
-    answers.append(torch.equal(checkpoint.read(Path(folder, "tied"))["model.embedding"], reference("embedding", (5, 3))))
-    return answers
-
-
-def test_stages_trained_by_a_schedule_and_stages_whose_names_clash(tmp_path: Path):
-    for rank, (placement, same_shape, other_shape, one_rank, exists, tied) in enumerate(run_ranks(stage_job, 2, str(tmp_path))):
-        assert placement == ("resident", (0,))
-        assert same_shape.error == other_shape.error == one_rank.error == "LayoutError", rank
-        assert "model.0.weight" in same_shape.message
-        assert "distinct names" in same_shape.message
-        assert "model.0.weight: rank 0 has F32 (4, 3), rank 1 has F32 (5, 3)" in other_shape.message
-        assert "different names" in other_shape.message
-        assert "model.0.weight" in one_rank.message
-        assert not exists
-        assert tied
+    checkpoint.save(tmp_path / "tied", {"model": [tied] if rank in (0, world - 1) else []})
+    assert torch.equal(checkpoint.read(tmp_path / "tied")["model.embedding"], reference("embedding", (5, 3)))
 
 
 @on_ranks(4)
