@@ -8,7 +8,6 @@ import pytest
 
 from tests.dcp.faulty import two_rank_job
 from tests.dcp.on_ranks import LOADS, SAVES, differential_job
-from tests.dcp.other_folders import HAS_HUB_WRITER, HAS_OWN_METADATA, folders_job
 from tests.launch import run_ranks
 from tests.tries import times
 
@@ -26,12 +25,4 @@ def test_random_layouts_by_every_route_bit_for_bit(tmp_path: Path):
 @pytest.mark.slow
 def test_pairs_faults_and_modes_on_two_ranks(tmp_path: Path):
     wrong = [line for lines in run_ranks(two_rank_job, 2, str(tmp_path), timeout_s=800) for line in lines]
-    assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:20]])
-
-
-@pytest.mark.skipif(
-    not (HAS_HUB_WRITER or HAS_OWN_METADATA), reason="this torch writes neither safetensors nor metadata of each rank"
-)
-def test_folders_in_which_each_rank_wrote_its_own_on_two_ranks(tmp_path: Path):
-    wrong = [line for lines in run_ranks(folders_job, 2, str(tmp_path), timeout_s=800) for line in lines]
     assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:20]])
