@@ -1,6 +1,7 @@
 """Code on several ranks: real torchrun processes on gloo.
 
 `run_ranks(function, nproc, *args)` runs a module-level function on every rank and returns what each returned, in rank order.
+A test below ``@on_ranks(nproc)`` is itself such a function: prefer it where each rank can judge what it sees.
 
 1. A warm server (`tests.fork_server`), one for each pytest process, has imported torch, or is a fork of one that has. It forks a
    launcher for each job, which imports the test's module.
@@ -20,6 +21,7 @@ import contextlib
 import faulthandler
 import functools
 import importlib
+import inspect
 import os
 import pickle
 import signal
@@ -60,6 +62,8 @@ _STACK_S = 60
 _INIT_S = 100
 """How long a rank waits for the others in ``init_process_group``, which takes a second."""
 _TRIES = 3
+_SHOWN = 300
+"""How many characters of each value are shown where an assertion fails on a rank."""
 
 
 class RanksFailed(AssertionError):
@@ -101,6 +105,20 @@ def run_ranks(
             if last:
                 raise
     raise AssertionError
+
+
+def on_ranks(nproc: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test with its fixtures on each of `nproc` ranks. It fails if an assertion fails on one of them."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            run_ranks(test, nproc, *(fixtures[name] for name in inspect.signature(test).parameters), **options)
+
+        run.on_each_rank = test  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 class _TimeOver(RanksFailed):
@@ -298,15 +316,20 @@ def _rank_main(gate: _Gate, module: str, name: str, init: bool, timeout_s: float
 
     gate.wait()
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    function = getattr(function, "on_each_rank", function)
     try:
         if init:
             _init_group(Path(folder, f"stuck-{os.environ['RANK']}"))
         _dump_stacks_after(max(timeout_s - 10, timeout_s / 2))
         Path(folder, f"started-{os.environ['RANK']}").touch()
         result = function(*args)
-    except BaseException:
+    except BaseException as error:
+        shown = traceback.TracebackException.from_exception(error, capture_locals=isinstance(error, AssertionError))
+        for frame in shown.stack:  # the values that an assertion compares are among those of its own function
+            own = frame.locals if frame is shown.stack[-1] else None
+            frame.locals = own and {name: value[:_SHOWN] for name, value in own.items()}
         rank = os.environ["RANK"]
-        Path(folder, f"error-{rank}").write_text(f"--- rank {rank} ---\n{traceback.format_exc()}")
+        Path(folder, f"error-{rank}").write_text(f"--- rank {rank} ---\n{''.join(shown.format())}")
         raise
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -87,31 +87,28 @@ def test_home_is_expanded_for_pictures_and_on_the_command_line(home: Path):
     assert (home / "out").exists()
 
 
-@pytest.mark.parametrize("name", OPENERS)
-def test_the_root_of_a_run_says_which_steps_it_holds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of a run of three steps, beside which the working folder's files go."""
     monkeypatch.chdir(tmp_path)
     with Manager(tmp_path / "run") as manager:
         for step in (20, 100, 3):
             manager.save(step, weights())
-    with pytest.raises(CheckpointNotFound) as error:
-        OPENERS[name](tmp_path / "run")
-    newest = str(tmp_path / "run" / "step_100")
-    assert f"it holds those of a run: step_3, step_20, step_100; load the newest as {newest!r}, or with" in str(error.value)
-    OPENERS[name](newest)
+    return tmp_path / "run"
 
 
 @pytest.mark.parametrize("name", OPENERS)
-def test_a_step_that_is_not_there_names_those_that_are(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    with Manager(tmp_path / "run") as manager:
-        for step in (20, 100):
-            manager.save(step, weights())
+def test_the_root_of_a_run_and_a_step_that_is_not_there_name_those_that_are(name: str, run_here: Path):
+    newest, gone = str(run_here / "step_100"), run_here / "step_40"
     with pytest.raises(CheckpointNotFound) as error:
-        OPENERS[name](tmp_path / "run" / "step_40")
-    gone = tmp_path / "run" / "step_40"
-    said = f"{gone}: no committed checkpoint: nothing is there; its run holds step_20, step_100; check the path"
+        OPENERS[name](run_here)
+    assert f"it holds those of a run: step_3, step_20, step_100; load the newest as {newest!r}, or with" in str(error.value)
+    with pytest.raises(CheckpointNotFound) as error:
+        OPENERS[name](gone)
+    said = f"{gone}: no committed checkpoint: nothing is there; its run holds step_3, step_20, step_100; check the path"
     assert str(error.value) == said
     assert any(line.endswith("(dcp)") for line in error.value.looked_for)
+    OPENERS[name](newest)
 
 
 def test_a_root_without_any_commit_says_so(tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -38,7 +37,7 @@ from tests.checkpoint.test_incremental import needed, on_disk
 from tests.core.catalog.test_packed import packed_one_by_one
 from tests.format import independent_reader
 from tests.helpers import NEWER
-from tests.launch import run_ranks
+from tests.launch import on_ranks, run_ranks
 from tests.tries import examples
 
 ROWS, DIM = 3000, 8
@@ -755,54 +754,39 @@ def test_all_ranks_choose_the_same_rows(runs: Runs, policy: str):
         before = found
 
 
-def rows_of_two_policies(root: str) -> str:
-    job = Layouts("most_used", 0.1 if dist.get_rank() else 0.2)
-    try:
-        checkpoint.save(f"{root}/0", {"ddp": job.modules["ddp"]}, rows=job.tracker, timeout_s=60)
-    except UsageError as error:
-        return str(error)
-    return "saved"
-
-
-def rows_of_a_rank_that_fails(root: str) -> str:
-    """Fail on rank 1, which lives on until rank 0 has raised."""
-    rank = dist.get_rank()
-    model = Lookup("ddp")
-    tracker, state = TouchedRows(model), {"model": DistributedDataParallel(model)}
-    checkpoint.save(f"{root}/0", state, rows=tracker)
-    failing = mock.patch.object(touched_rows.Table, "scores", side_effect=MemoryError("too little")) if rank else nullcontext()
-    with failing, pytest.raises((MemoryError, CheckpointError)) as raised:
-        checkpoint.save(f"{root}/1", state, base=f"{root}/0", rows=tracker, timeout_s=60)
-    with open(f"{root}/raised", "r" if rank else "w"):  # a pipe, which opens once both have come here
-        return str(raised.value)
-
-
+@on_ranks(2)
 def test_a_rank_that_cannot_choose_rows_fails_all_at_once(tmp_path: Path):
-    os.mkfifo(tmp_path / "raised")
-    first, second = run_ranks(rows_of_a_rank_that_fails, 2, str(tmp_path))
-    assert second == "too little"
-    assert "rank 1: MemoryError: too little" in first
+    """Rank 1 fails, and lives on until rank 0 has raised."""
+    rank, model = dist.get_rank(), Lookup("ddp")
+    tracker, state = TouchedRows(model), {"model": DistributedDataParallel(model)}
+    checkpoint.save(tmp_path / "0", state, rows=tracker)
+    failing = mock.patch.object(touched_rows.Table, "scores", side_effect=MemoryError("too little")) if rank else nullcontext()
+    error, says = (MemoryError, "^too little$") if rank else (CheckpointError, "rank 1: MemoryError: too little")
+    with failing, pytest.raises(error, match=says):
+        checkpoint.save(tmp_path / "1", state, base=tmp_path / "0", rows=tracker, timeout_s=60)
+    dist.barrier()
 
 
-def save_rows_with_a_default_device(root: str) -> int:
+@on_ranks(2)
+def test_ranks_merge_their_rows_in_host_memory_whatever_the_default_device(tmp_path: Path):
     torch.manual_seed(0)
     table = nn.Embedding(ROWS, DIM)
     tracker = TouchedRows(table)
-    checkpoint.save(f"{root}/1", {"model": table}, rows=tracker)
+    checkpoint.save(tmp_path / "1", {"model": table}, rows=tracker)
     tracker.mark(table.weight, torch.tensor([dist.get_rank()]))
     with torch.device("meta"):  # which keeps nothing: host memory must not be taken there
-        report = checkpoint.save(f"{root}/2", {"model": table}, rows=tracker, base=f"{root}/1")
-    return report.bytes_written
+        report = checkpoint.save(tmp_path / "2", {"model": table}, rows=tracker, base=tmp_path / "1")
+    written = torch.tensor(report.bytes_written)
+    dist.all_reduce(written)
+    assert 0 < written < ROWS * DIM * 4
 
 
-def test_ranks_merge_their_rows_in_host_memory_whatever_the_default_device(tmp_path: Path):
-    written = run_ranks(save_rows_with_a_default_device, 2, str(tmp_path))
-    assert 0 < sum(written) < ROWS * DIM * 4
-
-
+@on_ranks(2)
 def test_ranks_that_differ_in_their_tracker_are_told(tmp_path: Path):
-    for line in run_ranks(rows_of_two_policies, 2, str(tmp_path)):
-        assert "different policy=, fraction= and bits=: [('most_used', 0.1, None), ('most_used', 0.2, None)]" in line
+    job = Layouts("most_used", 0.1 if dist.get_rank() else 0.2)
+    told = r"different policy=, fraction= and bits=: \[\('most_used', 0.1, None\), \('most_used', 0.2, None\)\]"
+    with pytest.raises(UsageError, match=told):
+        checkpoint.save(tmp_path / "0", {"ddp": job.modules["ddp"]}, rows=job.tracker, timeout_s=60)
 
 
 # --- runs ---

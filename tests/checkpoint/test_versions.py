@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from reshard_ckpt import LocalShard, checkpoint, dcp
 from reshard_ckpt.errors import CorruptError
 from tests.damage import flip
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 State = Mapping[str, Any]
 Fill = Callable[[Path, State, State], object]
@@ -74,12 +74,13 @@ def test_a_backward_pass_notices_what_was_loaded_after_the_forward_pass(way: str
     assert is_noticed(WAYS[way], tmp_path, size, lambda tensor: tensor)
 
 
-def on_two_ranks(folder: str) -> list[str]:
+@on_ranks(2)
+def test_ranks_notice_what_dtensors_and_other_ranks_gave_them(tmp_path: Path) -> None:
     """List the ways in which a DTensor is filled without a backward pass noticing it, and plain parts that other ranks send."""
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     missed = []
     for number, name in enumerate(("load", "load that reads once", "reshard_live", "LiveReshard")):
-        path = Path(folder) / str(number)
+        path = tmp_path / str(number)
         if not is_noticed(WAYS[name], path, 8, lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])):
             missed.append(f"{name}, DTensor")
     whole = torch.zeros(8, 2, requires_grad=True)
@@ -92,11 +93,7 @@ def on_two_ranks(folder: str) -> list[str]:
         missed.append("reshard_live from another rank")
     except RuntimeError:
         pass
-    return missed
-
-
-def test_ranks_notice_what_dtensors_and_other_ranks_gave_them(tmp_path: Path) -> None:
-    assert run_ranks(on_two_ranks, 2, str(tmp_path)) == [[], []]
+    assert not missed
 
 
 def test_what_a_load_leaves_alone_keeps_its_version(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from torch import nn
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Value
-from reshard_ckpt.errors import MismatchError, UnsupportedError, UsageError
+from reshard_ckpt.errors import CheckpointError, LayoutError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.format.values import encode_value
 from tests.distributed.outcomes import outcome
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 
 def replay(n: int = 3) -> dict[str, Any]:
@@ -85,40 +85,26 @@ def test_a_value_refuses_parts_of_tensors_with_their_place(tmp_path: Path):
         checkpoint.save(tmp_path, {"extra": part})
 
 
-def values_on_ranks(folder: str) -> dict[str, Any]:
-    rank = dist.get_rank()
-    out: dict[str, Any] = {}
-    for n in (3, 1000, 400_000):
-        equal, other = torch.arange(float(n)), torch.arange(float(n)) + rank
-        checkpoint.save(Path(folder, str(n)), {"extra": Value([equal])})
-        holder = Value()
-        checkpoint.load(Path(folder, str(n)), {"extra": holder})
-        out[f"same {n}"] = torch.equal(holder.value[0], equal)
-        out[f"other {n}"] = outcome(lambda other=other: checkpoint.save(Path(folder, "no"), {"extra": Value([other])}))
-        longer = torch.ones(n + rank)
-        out[f"longer {n}"] = outcome(lambda longer=longer: checkpoint.save(Path(folder, "no"), {"extra": Value([longer])}))
-    own = {f"rank{rank}": torch.ones(3), "both": torch.ones(2)}
-    excluded = outcome(lambda: checkpoint.save(Path(folder, "part"), {"extra": own}, exclude=["extra.rank1", "extra.rank7"]))
-    out["warned"] = excluded.warned
-    out["apart"] = outcome(lambda: checkpoint.save(Path(folder, "no"), {"extra": own}, exclude=[f"extra.rank{rank}"]))
-    out["names"] = tuple(sorted(checkpoint.catalog(Path(folder, "part")).names))
-    return out
-
-
+@on_ranks(2)
 def test_values_of_two_ranks_are_compared(tmp_path: Path):
-    for rank, out in enumerate(run_ranks(values_on_ranks, 2, str(tmp_path))):
-        for n in (3, 1000, 400_000):
-            assert out[f"same {n}"]
-            for kind in ("other", "longer"):
-                assert out[f"{kind} {n}"].error == "LayoutError", (kind, n, out[f"{kind} {n}"])
-                assert "extra" in out[f"{kind} {n}"].message
-                assert "PerRank" in out[f"{kind} {n}"].message
-        assert (
-            "extra: rank 0 has a value of 1,600,035 bytes, rank 1 has a value of 1,600,039 bytes" in out["longer 400000"].message
-        )
-        assert out["warned"] == (("exclude=['extra.rank7'] fits no name of the state, so correct it",) if rank == 0 else ())
-        assert "exclude=['extra.rank1']" in out["apart"].message
-        assert out["names"] == ("extra.both", "extra.rank0")
+    rank = dist.get_rank()
+    for n in (3, 1000, 400_000):
+        equal = torch.arange(float(n))
+        checkpoint.save(tmp_path / str(n), {"extra": Value([equal])})
+        holder = Value()
+        checkpoint.load(tmp_path / str(n), {"extra": holder})
+        assert torch.equal(holder.value[0], equal)
+        sizes = "extra: rank 0 has a value of 1,600,035 bytes, rank 1 has a value of 1,600,039 bytes"
+        for other, says in ((equal + rank, "extra"), (torch.ones(n + rank), sizes if n == 400_000 else "extra")):
+            with pytest.raises(LayoutError, match=says) as refused:
+                checkpoint.save(tmp_path / "no", {"extra": Value([other])})
+            assert "PerRank" in str(refused.value)
+    own = {f"rank{rank}": torch.ones(3), "both": torch.ones(2)}
+    said = outcome(lambda: checkpoint.save(tmp_path / "part", {"extra": own}, exclude=["extra.rank1", "extra.rank7"]))
+    assert said.warned == (("exclude=['extra.rank7'] fits no name of the state, so correct it",) if rank == 0 else ())
+    with pytest.raises(CheckpointError, match=r"exclude=\['extra.rank1'\]"):
+        checkpoint.save(tmp_path / "no", {"extra": own}, exclude=[f"extra.rank{rank}"])
+    assert sorted(checkpoint.catalog(tmp_path / "part").names) == ["extra.both", "extra.rank0"]
 
 
 def tied() -> nn.Module:

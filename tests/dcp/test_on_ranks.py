@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dcp.faulty import two_rank_job
 from tests.dcp.on_ranks import LOADS, SAVES, differential_job
-from tests.dcp.other_folders import HAS_HUB_WRITER, HAS_OWN_METADATA, folders_job
 from tests.launch import run_ranks
 from tests.tries import times
 
@@ -21,17 +19,3 @@ def test_random_layouts_by_every_route_bit_for_bit(tmp_path: Path):
     assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:20]])
     # Few are left out: strided shards that are uneven, where torch's planner has its say.
     assert results[0][1] > 0.8 * rounds * tensors * len(SAVES) * len(LOADS)
-
-
-@pytest.mark.slow
-def test_pairs_faults_and_modes_on_two_ranks(tmp_path: Path):
-    wrong = [line for lines in run_ranks(two_rank_job, 2, str(tmp_path), timeout_s=800) for line in lines]
-    assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:20]])
-
-
-@pytest.mark.skipif(
-    not (HAS_HUB_WRITER or HAS_OWN_METADATA), reason="this torch writes neither safetensors nor metadata of each rank"
-)
-def test_folders_in_which_each_rank_wrote_its_own_on_two_ranks(tmp_path: Path):
-    wrong = [line for lines in run_ranks(folders_job, 2, str(tmp_path), timeout_s=800) for line in lines]
-    assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:20]])

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import StorageError
+from reshard_ckpt.errors import CheckpointError, StorageError
 from reshard_ckpt.storage.local import LocalWriter
-from tests.distributed.outcomes import Outcome, outcome
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 from tests.warm_python import WHOLE_END, run_torchrun
 
 
@@ -31,60 +30,47 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
     optimizer.zero_grad()
 
 
-def train_and_save(folder: str) -> list[tuple[str, bool]]:
+@on_ranks(4)
+def test_saves_beside_the_collectives_of_training_hold_the_state_of_the_call(tmp_path: Path) -> None:
     """Train while saves of both kinds are under way; then compare each with the state that it was called on."""
     model, optimizer = make()
-    kept: list[tuple[str, dict[str, torch.Tensor], checkpoint.SaveHandle]] = []
+    kept: list[tuple[Path, dict[str, torch.Tensor], checkpoint.SaveHandle]] = []
     for i in range(6):
         step(model, optimizer, i)
-        kind = ("eager", "lazy")[i % 2]
+        path, kind = tmp_path / str(i), ("eager", "lazy")[i % 2]
         before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
-        handle = checkpoint.async_save(f"{folder}/{i}", {"model": model, "optimizer": optimizer}, staging=kind)
-        kept.append((f"{folder}/{i}", before, handle))
+        kept.append((path, before, checkpoint.async_save(path, {"model": model, "optimizer": optimizer}, staging=kind)))
         for j in range(3):
             step(model, optimizer, 100 + 10 * i + j)
-    out = []
     for path, before, handle in kept:
         handle.result(600)
         saved = checkpoint.read(path, ["model"])
-        out.append((path, all(torch.equal(saved[f"model.{name}"], tensor) for name, tensor in before.items())))
-    return out
+        assert all(torch.equal(saved[f"model.{name}"], tensor) for name, tensor in before.items()), path
 
 
-def test_saves_beside_the_collectives_of_training_hold_the_state_of_the_call(tmp_path: Path) -> None:
-    for result in run_ranks(train_and_save, 4, str(tmp_path)):
-        assert result == [(f"{tmp_path}/{i}", True) for i in range(6)]
-
-
-def fail_on_one(folder: str) -> dict[str, Outcome]:
+@on_ranks(4)
+def test_an_error_of_one_rank_in_the_background_reaches_all(tmp_path: Path) -> None:
     """Rank 2's disk is full in the background; everybody hears it at `result`, or at the next save."""
-    state = {"x": torch.full((100,), 1.0)}
-    checkpoint.save(folder, state)
+    rank, state = dist.get_rank(), {"x": torch.full((100,), 1.0)}
+    checkpoint.save(tmp_path, state)
 
     def full(*_: object) -> None:
         raise StorageError("no space left")
 
-    out: dict[str, Outcome] = {}
-    for name in ("result", "next"):
+    def failing_save() -> checkpoint.SaveHandle:
         # Rank 0 writes what is replicated; so rank 2 holds something of its own.
-        mine = {"x": state["x"] + 1, f"own{dist.get_rank()}": torch.zeros(10)}
-        with patch.object(LocalWriter, "write", full if dist.get_rank() == 2 else LocalWriter.write):
-            handle = checkpoint.async_save(folder, mine)
+        mine = {"x": state["x"] + 1, f"own{rank}": torch.zeros(10)}
+        with patch.object(LocalWriter, "write", full if rank == 2 else LocalWriter.write):
+            handle = checkpoint.async_save(tmp_path, mine)
             handle.running.wait(600)
-        if name == "result":
-            out[name] = outcome(handle.result)
-        else:
-            out[name] = outcome(lambda: checkpoint.async_save(folder, {"x": state["x"] + 5}))
-    out["after"] = outcome(lambda: checkpoint.async_save(folder, {"x": state["x"] + 9}).result(600))
-    return out
+        return handle
 
-
-def test_an_error_of_one_rank_in_the_background_reaches_all(tmp_path: Path) -> None:
-    for rank, outcomes in enumerate(run_ranks(fail_on_one, 4, str(tmp_path))):
-        assert "no space left" in outcomes["result"].message
-        assert outcomes["result"].error == "StorageError"
-        assert "failed in the background" in outcomes["next"].message, rank
-        assert not outcomes["after"].message
+    with pytest.raises(StorageError, match="no space left"):
+        failing_save().result()
+    failing_save()
+    with pytest.raises(CheckpointError, match="failed in the background"):
+        checkpoint.async_save(tmp_path, {"x": state["x"] + 5})
+    checkpoint.async_save(tmp_path, {"x": state["x"] + 9}).result(600)
     assert checkpoint.read(tmp_path)["x"][0] == 10
     assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,9 +15,8 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.resharding.delta import DeltaMover, decode_changes, encode_changes
-from reshard_ckpt.errors import UsageError
-from tests.distributed.outcomes import outcome
-from tests.launch import run_ranks
+from reshard_ckpt.errors import PeerError, UsageError
+from tests.launch import on_ranks
 from tests.tries import is_long
 
 ROWS, COLUMNS = 256, 512
@@ -69,86 +69,76 @@ def columns_of(rank: int, dtype: torch.dtype) -> dict[str, Any]:
     return {name: LocalShard(torch.zeros(ROWS, half, dtype=dtype), (ROWS, COLUMNS), (0, rank * half)) for name in NAMES}
 
 
-def pushes(dtype: torch.dtype, engine: torch.dtype, staged: bool) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("dtype", "engine", "staged"),
+    [(torch.bfloat16, torch.bfloat16, True), (torch.float32, torch.bfloat16, False)],
+    ids=str,
+)
+@on_ranks(4)
+def test_only_changed_runs_cross(dtype: torch.dtype, engine: torch.dtype, staged: bool):
     """Two ranks train, two generate: each step changes random runs of rows, and is pushed both as a delta and whole."""
-    rank, trains = dist.get_rank(), dist.get_rank() < 2
+    rank = dist.get_rank()
+    trains, part = rank < 2, len(NAMES) * ROWS * COLUMNS // 2 * engine.itemsize
     src = rows_of(sources(dtype), rank) if trains else None
     into, whole_into = (None if trains else columns_of(rank - 2, engine) for _ in range(2))
     cast = True if dtype is not engine else None
     push = checkpoint.LiveReshard(src, into, delta=True, staged=staged, cast=cast, memory_bytes=1 << 20)
     whole = checkpoint.LiveReshard(src, whole_into, cast=cast)
     generator = torch.Generator().manual_seed(rank)
+
+    def is_pushed() -> bool:
+        return trains or all(torch.equal(into[n].tensor, whole_into[n].tensor) for n in NAMES)
+
     first = push.run().bytes_read
-    out: dict[str, Any] = {"first": first, "ratios": [], "equal": True, "nothing": push.run().bytes_read}
+    assert first < 1000 if trains else part <= first < part * 1.01
+    assert push.run().bytes_read < part * 0.01  # nothing has changed
     for step in range(STEPS):
         changed = torch.zeros((), dtype=torch.int64)
-        if src is not None:
-            for name in NAMES:
-                at = int(torch.randint(0, ROWS // 2 - 12, (), generator=generator))
-                num = int(torch.randint(1, 12, (), generator=generator))
-                local = src[name].tensor
-                before = local.to(engine).clone()
-                with torch.no_grad():
-                    local[at : at + num, : COLUMNS // (1 + step % 3)] += 1.0
-                changed += int((local.to(engine) != before).sum()) * engine.itemsize
+        for name in NAMES if trains else ():
+            at = int(torch.randint(0, ROWS // 2 - 12, (), generator=generator))
+            num = int(torch.randint(1, 12, (), generator=generator))
+            local = src[name].tensor
+            before = local.to(engine).clone()
+            with torch.no_grad():
+                local[at : at + num, : COLUMNS // (1 + step % 3)] += 1.0
+            changed += int((local.to(engine) != before).sum()) * engine.itemsize
         sent = torch.tensor(push.run().bytes_read)
         whole.run()
         dist.all_reduce(changed)
         dist.all_reduce(sent)
-        out["ratios"].append(int(sent) / int(changed))
-        if into is not None and whole_into is not None:
-            out["equal"] &= all(torch.equal(into[n].tensor, whole_into[n].tensor) for n in NAMES)
-    # A receiver whose tensors are not those of the last push gets them whole, the other one does not.
-    if rank == 2 and into is not None:
+        assert int(sent) <= 1.3 * int(changed)
+        assert is_pushed()
+    # A receiver whose tensors are not those of the last push gets them whole, the other one does not. Each has two senders: the
+    # one whose rows it has no longer sends all that it has, half of the rows. Staged tensors keep the last push in spare memory,
+    # which is copied into place as a whole.
+    if rank == 2:
         into["a"].tensor[3, 3] = 99.0
-    out["changed by hand"] = push.run().bytes_read
-    if rank == 3 and into is not None:
+    changed_by_hand = push.run().bytes_read
+    assert trains or (changed_by_hand >= part // 2) == (rank == 2 and not staged)
+    if rank == 3:
         into["b"] = LocalShard(torch.zeros_like(into["b"].tensor), (ROWS, COLUMNS), (0, COLUMNS // 2))
-    out["replaced"] = push.run().bytes_read
+    replaced = push.run().bytes_read
+    assert trains or (replaced >= part // 2) == (rank == 3)
     # A push that fails on one rank fails on all, and the next one mends what it left.
-    with mock.patch.object(DeltaMover, "unpack", side_effect=OSError("no")) if rank == 2 else mock.MagicMock():
-        if src is not None:
-            src["c"].tensor += 1
-        out["failed"] = outcome(push.run).error
+    for name in ("c",) if trains else ():
+        src[name].tensor += 1
+    fails = mock.patch.object(DeltaMover, "unpack", side_effect=OSError("no")) if rank == 2 else nullcontext()
+    with fails, pytest.raises(PeerError):
+        push.run()
     push.run()
     whole.run()
-    if into is not None and whole_into is not None:
-        out["equal"] &= all(torch.equal(into[n].tensor, whole_into[n].tensor) for n in NAMES)
-    return out
+    assert is_pushed()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "engine", "staged"),
-    [(torch.bfloat16, torch.bfloat16, True), (torch.float32, torch.bfloat16, False)],
-    ids=str,
-)
-def test_only_changed_runs_cross(dtype: torch.dtype, engine: torch.dtype, staged: bool):
-    answers = run_ranks(pushes, 4, dtype, engine, staged)
-    part = len(NAMES) * ROWS * COLUMNS // 2 * engine.itemsize
-    for rank, out in enumerate(answers):
-        assert out["failed"] == "PeerError"
-        assert out["equal"]
-        assert max(out["ratios"]) <= 1.3, max(out["ratios"])
-        if rank >= 2:
-            assert part <= out["first"] < part * 1.01
-            assert out["nothing"] < part * 0.01
-            # Each receiver has two senders: the one whose rows it has no longer sends all that it has, half of the rows. Staged
-            # tensors keep the last push in spare memory, which is copied into place as a whole.
-            assert (out["changed by hand"] >= part // 2) == (rank == 2 and not staged)
-            assert (out["replaced"] >= part // 2) == (rank == 3)
-        else:
-            assert out["first"] < 1000
-
-
-def differ() -> str:
-    rank = dist.get_rank()
-    state = {"x": torch.ones(3)} if rank == 0 else None
-    into = {"x": torch.zeros(3)} if rank == 1 else None
-    return outcome(lambda: checkpoint.LiveReshard(state, into, delta=rank == 0)).message
-
-
+@on_ranks(2)
 def test_ranks_pass_the_same():
-    assert all("reshard_live(delta=True)" in message for message in run_ranks(differ, 2))
+    rank = dist.get_rank()
+    state, into = ({"x": torch.ones(3)}, None) if rank == 0 else (None, {"x": torch.zeros(3)})
+    with pytest.raises(PeerError, match=r"reshard_live\(delta=True\)"):
+        checkpoint.LiveReshard(state, into, delta=rank == 0)
+
+
+def test_delta_is_true_or_false():
     with pytest.raises(UsageError, match="delta='yes': pass True or False"):
         checkpoint.LiveReshard({"x": torch.ones(1)}, {"x": torch.ones(1)}, delta="yes")  # type: ignore[arg-type]
 

@@ -9,21 +9,36 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.saving import options
-from reshard_ckpt.errors import StorageError
+from reshard_ckpt.errors import (
+    CheckpointNotFound,
+    LayoutError,
+    MismatchError,
+    NameCollisionError,
+    PeerError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from tests.deadlines import over_when_here_are_all_but
 from tests.distributed.net import reference
 from tests.distributed.outcomes import Outcome, outcome
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
-KINDS = ("missing", "unexpected", "shape", "dtype", "uncovered", "values")
+MISMATCHES = {
+    "missing": "model.absent: not in the checkpoint",
+    "unexpected": "model.unwanted: in the checkpoint, but not in the state passed",
+    "shape": "model.shape: saved with global shape (4, 3), wanted (4, 2)",
+    "dtype": "model.dtype: saved as F32, wanted F64",
+    "uncovered": "model.torn: no saved shard covers",
+    "values": "extra.new: not in the checkpoint",
+}
 
 
 def tensors(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -44,9 +59,10 @@ def tear(path: Path, name: str) -> None:
     file.write_bytes(encode_catalog(replace(catalog, tensors_table=table, rows=rows)))
 
 
-def mismatch_job(folder: str) -> tuple[Outcome, bool, Any, dict[str, torch.Tensor]]:
+@on_ranks(4)
+def test_all_mismatches_of_all_ranks_come_in_one_message_on_every_rank(tmp_path: Path):
     """Each kind of mismatch is on another rank."""
-    rank, path = dist.get_rank(), Path(folder, "a")
+    rank, path = dist.get_rank(), tmp_path / "a"
     torn = LocalShard(reference("torn", (8, 3))[2 * rank : 2 * rank + 2].clone(), (8, 3), (2 * rank, 0))
     model = tensors(fits=(5,), shape=(4, 3), dtype=(6,), unwanted=(2,))
     checkpoint.save(path, {"model": {**model, "torn": torn}, "extra": {"step": 1, "gone": 2}})
@@ -65,37 +81,22 @@ def mismatch_job(folder: str) -> tuple[Outcome, bool, Any, dict[str, torch.Tenso
         wanted["torn"] = torch.zeros(8, 3)
     extra = {"step": 0, "new": 7} if rank == 1 else {"step": 0}
     state = {"model": wanted, "extra": extra}
-    failed = outcome(lambda: checkpoint.load(path, state))
-    untouched = extra["step"] == 0 and "gone" not in extra and not any(t.any() for t in wanted.values())
+    with pytest.raises(MismatchError, match="6 problems(?s:.*)strict=False") as raised:
+        checkpoint.load(path, state)
+    assert extra["step"] == 0
+    assert "gone" not in extra
+    assert not any(t.any() for t in wanted.values())
+    messages: list[str] = [""] * 4
+    dist.all_gather_object(messages, str(raised.value))
+    assert len({*messages}) == 1
     report = checkpoint.load(path, state, strict=False)
-    return failed, untouched, {k: getattr(report, k) for k in (*KINDS, "num_tensors")}, wanted
-
-
-def test_all_mismatches_of_all_ranks_come_in_one_message_on_every_rank(tmp_path: Path):
-    answers = run_ranks(mismatch_job, 4, str(tmp_path))
-    for failed, untouched, report, _ in answers:
-        assert failed.error == "MismatchError"
-        assert "6 problems" in failed.message
-        lines = {
-            "missing": "model.absent: not in the checkpoint",
-            "unexpected": "model.unwanted: in the checkpoint, but not in the state passed",
-            "shape": "model.shape: saved with global shape (4, 3), wanted (4, 2)",
-            "dtype": "model.dtype: saved as F32, wanted F64",
-            "uncovered": "model.torn: no saved shard covers",
-            "values": "extra.new: not in the checkpoint",
-        }
-        for kind, line in lines.items():
-            assert line in failed.message
-            assert [p for p in failed.problems if p.startswith(line)], kind
-            assert len(report[kind]) == 1, (kind, report)
-            assert report[kind][0].startswith(line)
-        assert "strict=False" in failed.message
-        assert untouched
-    assert len({failed.message for failed, *_ in answers}) == 1
-    for rank, (_, _, _, wanted) in enumerate(answers):
-        assert torch.equal(wanted["fits"], reference("fits", (5,)))
-        assert torch.equal(wanted["dtype"], reference("dtype", (6,))) == (rank != 3)
-        assert all(not wanted[name].any() for name in ("absent", "shape", "torn") if name in wanted)
+    for kind, line in MISMATCHES.items():
+        assert [p for p in raised.value.problems if p.startswith(line)], kind
+        (told,) = getattr(report, kind)
+        assert told.startswith(line)
+    assert torch.equal(wanted["fits"], reference("fits", (5,)))
+    assert torch.equal(wanted["dtype"], reference("dtype", (6,))) == (rank != 3)
+    assert all(not wanted[name].any() for name in ("absent", "shape", "torn") if name in wanted)
 
 
 class Refuses:
@@ -114,129 +115,82 @@ class Refuses:
             raise ValueError("no thanks")
 
 
-def failing_job(folder: str) -> dict[str, Outcome]:
-    rank, good = dist.get_rank(), Path(folder, "good")
+@on_ranks(4)
+def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path):
+    rank, good = dist.get_rank(), tmp_path / "good"
     checkpoint.save(good, {"extra": Refuses(saving=False, loading=False), "model": tensors(w=(4, 4))})
-    out: dict[str, Outcome] = {}
 
-    def save(name: str, state: dict[str, Any], path: Path = good, **options: Any) -> None:
-        out[name] = outcome(lambda: checkpoint.save(path, state, **options))
+    def fails(
+        call: Any, state: dict[str, Any], error: type[BaseException], *parts: str, path: Path = good, **options: Any
+    ) -> Any:
+        with pytest.raises(error) as raised:
+            call(path, state, **options)
+        assert type(raised.value).__name__ == error.__name__
+        for part in parts:
+            assert part in str(raised.value)
+        return raised.value
 
-    def load(name: str, state: dict[str, Any], path: Path = good, **options: Any) -> None:
-        out[name] = outcome(lambda: checkpoint.load(path, state, **options))
-
-    save("meta", {"model": {"w": torch.zeros(4, device="meta" if rank == 2 else "cpu")}})
-    save("object", {"extra": {"f": object() if rank == 3 else 1}})
-    save("raises", {"extra": Refuses(saving=rank == 1, loading=False)})
-    load("raises_loading", {"extra": Refuses(saving=rank == 1, loading=False)})
-    load("refuses", {"extra": Refuses(saving=False, loading=rank == 1), "model": {"w": torch.zeros(4, 4)}})
-    save("differ", {"model": {"w": torch.arange(4.0) + (rank == 2), "same": torch.ones(3)}})
-    save("values", {"extra": {"seed": rank, "same": 1}})
-    save("large_values", {"extra": {"seed": [rank] * 9000}})
-    save("hole", {"model": {"w": LocalShard(torch.zeros(2, 3), (9, 3), (2 * rank, 0))}})
-    save("overlap", {"model": {"w": LocalShard(torch.zeros(3, 3), (9, 3), (2 * rank, 0))}})
-    save("collision", {"model": {"a": {"b": 1}, "a.b": 2} if rank == 1 else {}})
+    save, load = checkpoint.save, checkpoint.load
+    meta = {"model": {"w": torch.zeros(4, device="meta" if rank == 2 else "cpu")}}
+    assert ("rank 2: " in str(fails(save, meta, UnsupportedError, "model.w", "meta"))) == (rank != 2)
+    fails(save, {"extra": {"f": object() if rank == 3 else 1}}, UnsupportedError, "extra.f")
+    raises, own = {"extra": Refuses(saving=rank == 1, loading=False)}, ValueError if rank == 1 else PeerError
+    fails(save, raises, own, "no state today")
+    fails(load, raises, own, "no state today")
+    refuses = {"extra": Refuses(saving=False, loading=rank == 1), "model": {"w": torch.zeros(4, 4)}}
+    fails(load, refuses, MismatchError, "extra", "no thanks")
+    differ = {"model": {"w": torch.arange(4.0) + (rank == 2), "same": torch.ones(3)}}
+    fails(save, differ, LayoutError, "model.w: ranks 0 and 2", "PerRank", "LocalShard", "distinct names")
+    fails(save, {"extra": {"seed": rank, "same": 1}}, LayoutError, "extra.seed: rank 0 has 0, rank 1 has 1", "PerRank")
+    fails(save, {"extra": {"seed": [rank] * 9000}}, LayoutError, "extra.seed", "ranks 0 and 1", "PerRank")
+    hole = {"model": {"w": LocalShard(torch.zeros(2, 3), (9, 3), (2 * rank, 0))}}
+    fails(save, hole, LayoutError, "model.w: no rank holds [8:9, 0:3]", "(9, 3)")
+    overlap = {"model": {"w": LocalShard(torch.zeros(3, 3), (9, 3), (2 * rank, 0))}}
+    fails(save, overlap, LayoutError, "model.w: shards of ranks 0 and 1 overlap at [2:3, 0:3]")
+    fails(save, {"model": {"a": {"b": 1}, "a.b": 2} if rank == 1 else {}}, NameCollisionError, "model.a.b")
     no_space = mock.patch(
         "reshard_ckpt.engine.saving.commit.write_files", side_effect=StorageError("/ckpt: no space left; free some")
     )
     with no_space if rank == 3 else nullcontext():
-        save("full_disk", {"model": tensors(w=(5, 5))})
-    load("not_found", {"model": {}}, Path(folder, "nowhere"))
-    (save if rank == 1 else load)("other_call", {"model": {"w": torch.zeros(4, 4)}})
-    save("other_path", {"model": {}}, Path(folder, str(rank // 2)))
-    save("mesh", {"model": {}}, mesh={"dp": 3})
+        fails(save, {"model": tensors(w=(5, 5))}, StorageError, "no space left")
+    fails(load, {"model": {}}, CheckpointNotFound, "nowhere", path=tmp_path / "nowhere")
+    other_call = fails(save if rank == 1 else load, {"model": {"w": torch.zeros(4, 4)}}, PeerError, "rank 1", "save", "load")
+    assert other_call.ranks == (1,)
+    fails(save, {"model": {}}, PeerError, "ranks 0-1: save", "ranks 2-3: save", path=tmp_path / str(rank // 2))
+    fails(save, {"model": {}}, UsageError, "{'dp': 3} have 3 ranks, but 4 take part", mesh={"dp": 3})
     if rank == 3:
         dist.barrier()
-    with nullcontext() if rank == 3 else over_when_here_are_all_but(3):
-        save("late", {"model": {}})  # rank 3 comes when the others have given up
+    with nullcontext() if rank == 3 else over_when_here_are_all_but(3):  # rank 3 comes when the others have given up
+        assert fails(save, {"model": {}}, PeerError, "rank 3 did not arrive within 600 s").ranks == (3,)
     if rank != 3:
         dist.barrier()
-    group = dist.new_group([0, 1, 2])
-    save("stranger", {"model": tensors(w=(3,))}, Path(folder, "three"), process_group=group)
-    out["read"] = outcome(lambda: np.testing.assert_array_equal(checkpoint.read(good)["model.w"], reference("w", (4, 4))))
+    three = {"path": tmp_path / "three", "process_group": dist.new_group([0, 1, 2])}
+    if rank == 3:
+        fails(save, {"model": tensors(w=(3,))}, UsageError, "not a member of the process group", **three)
+    else:
+        save(state={"model": tensors(w=(3,))}, **three)
+    assert torch.equal(checkpoint.read(good)["model.w"], reference("w", (4, 4)))
     dist.barrier()
-    save("again", {"model": tensors(w=(4, 4))})
-    return out
+    assert outcome(lambda: save(good, {"model": tensors(w=(4, 4))})) == Outcome()
 
 
-def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path):
-    answers = run_ranks(failing_job, 4, str(tmp_path))
-
-    def each(name: str, error: str, *parts: str, own: tuple[int, str] | None = None) -> None:
-        for rank, answer in enumerate(answers):
-            got = answer[name]
-            assert got.error == (own[1] if own and own[0] == rank else error), (name, rank, got)
-            for part in parts:
-                assert part in got.message, (name, rank, got.message)
-
-    each("meta", "UnsupportedError", "model.w", "meta")
-    assert all(("rank 2: " in a["meta"].message) == (rank != 2) for rank, a in enumerate(answers))
-    each("object", "UnsupportedError", "extra.f")
-    each("raises", "PeerError", "no state today", own=(1, "ValueError"))
-    each("raises_loading", "PeerError", "no state today", own=(1, "ValueError"))
-    each("refuses", "MismatchError", "extra", "no thanks")
-    each("differ", "LayoutError", "model.w: ranks 0 and 2", "PerRank", "LocalShard", "distinct names")
-    each("values", "LayoutError", "extra.seed: rank 0 has 0, rank 1 has 1", "PerRank")
-    each("large_values", "LayoutError", "extra.seed", "ranks 0 and 1", "PerRank")
-    each("hole", "LayoutError", "model.w: no rank holds [8:9, 0:3]", "(9, 3)")
-    each("overlap", "LayoutError", "model.w: shards of ranks 0 and 1 overlap at [2:3, 0:3]")
-    each("collision", "NameCollisionError", "model.a.b")
-    each("full_disk", "StorageError", "no space left")
-    each("not_found", "CheckpointNotFound", "nowhere")
-    each("other_call", "PeerError", "rank 1", "save", "load")
-    assert {a["other_call"].ranks for a in answers} == {(1,)}
-    each("other_path", "PeerError", "ranks 0-1: save", "ranks 2-3: save")
-    each("mesh", "UsageError", "{'dp': 3} have 3 ranks, but 4 take part")
-    each("late", "PeerError", "rank 3 did not arrive within 600 s")
-    assert {a["late"].ranks for a in answers} == {(3,)}
-    assert [a["stranger"].error for a in answers] == ["", "", "", "UsageError"]
-    assert "not a member of the process group" in answers[3]["stranger"].message
-    for answer in answers:
-        assert answer["read"] == answer["again"] == Outcome()
-
-
-def buffers_job(folder: str) -> tuple[Outcome, float, bool]:
-    """BatchNorm statistics that differ under DDP, and parameters that differ although DDP says that they do not."""
-    rank, path = dist.get_rank(), Path(folder, "ddp")
-    net = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    with torch.no_grad():
-        net.module[1].running_mean.fill_(10.0 + rank)
-        net.module[1].num_batches_tracked.fill_(3)
-    saved = outcome(lambda: checkpoint.save(path, {"model": net}))
-    with torch.no_grad():
-        net.module[0].weight[1, 1] += rank
-    differs = outcome(lambda: checkpoint.save(path, {"model": net}))
-    mean = checkpoint.read(path)["model.1.running_mean"]
-    return saved, float(mean[2]), differs.error == "LayoutError" and "model.0.weight: ranks 0 and 1" in differs.message
-
-
-def test_buffers_that_differ_under_ddp_are_the_lowest_ranks_with_one_warning(tmp_path: Path):
-    answers = run_ranks(buffers_job, 3, str(tmp_path))
-    warned = [line for saved, *_ in answers for line in saved.warned]
-    assert len(warned) == 1
-    assert "model.1.running_mean" in warned[0]
-    assert "num_batches_tracked" not in warned[0]
-    assert [(saved.error, mean, differs) for saved, mean, differs in answers] == [("", 10.0, True)] * 3
-
-
-def overwrite_job(folder: str) -> list[set[str]]:
+@on_ranks(4)
+def test_saving_again_leaves_exactly_the_new_checkpoint_and_ranks_may_have_nothing(tmp_path: Path):
     """Three saves to one path, by all ranks, by few of them with something, and by a part of them; a foreign file stays."""
-    rank, path = dist.get_rank(), Path(folder, "a")
+    rank, path = dist.get_rank(), tmp_path / "a"
     group = dist.new_group([0, 1])
-    seen = []
 
     def look() -> None:
         dist.barrier()
         catalog = checkpoint.catalog(path)
         known = {key for f in catalog.files for key in (f.key, f.digests_key)} | {"catalog.msgpack", "notes.txt"}
         known.add(f"{catalog.save_id}/timeline.msgpack")
-        found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
-        seen.append(found ^ known)
-        seen.append({p.name for p in path.iterdir() if p.is_dir()} ^ {f.save_id for f in catalog.files})
+        assert {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} == known
+        assert {p.name for p in path.iterdir() if p.is_dir()} == {f.save_id for f in catalog.files}
         dist.barrier()
 
     path.mkdir(exist_ok=True)
-    Path(path, "notes.txt").write_text("mine")
+    (path / "notes.txt").write_text("mine")
     shard = LocalShard(reference("w", (8, 3))[2 * rank : 2 * rank + 2].clone(), (8, 3), (2 * rank, 0))
     checkpoint.save(path, {"model": {"w": shard}, "extra": {"step": 1}})
     look()
@@ -245,58 +199,43 @@ def overwrite_job(folder: str) -> list[set[str]]:
     look()
     target = {"model": {"v": torch.zeros(3)}} if rank == 1 else {}
     checkpoint.load(path, target)
-    if rank == 1:
-        assert torch.equal(target["model"]["v"], reference("v", (3,)))
+    assert rank != 1 or torch.equal(target["model"]["v"], reference("v", (3,)))
     assert set(checkpoint.read(path)) == {"model.v"}
     dist.barrier()
     if rank < 2:
         checkpoint.save(path, {"model": tensors(v=(4,))}, process_group=group)
     look()
     assert checkpoint.read(path)["model.v"].shape == (4,)
-    checkpoint.save(Path(folder, "nothing"), {})
-    checkpoint.load(Path(folder, "nothing"), {})
-    assert checkpoint.read(Path(folder, "nothing")) == {}
-    return seen
+    checkpoint.save(tmp_path / "nothing", {})
+    checkpoint.load(tmp_path / "nothing", {})
+    assert checkpoint.read(tmp_path / "nothing") == {}
 
 
-def test_saving_again_leaves_exactly_the_new_checkpoint_and_ranks_may_have_nothing(tmp_path: Path):
-    for seen in run_ranks(overwrite_job, 4, str(tmp_path)):
-        assert seen == [set()] * len(seen)
-
-
-def drifted_job(folder: str) -> list[Outcome]:
-    """Save an embedding of which 60 rows of 32,000 differ on rank 1, beside replicas that do not."""
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_replicas_that_drifted_apart_in_a_few_rows_are_no_mixture(tmp_path: Path):
+    """Of an embedding, 60 rows of 32,000 differ on rank 1. The default finds them; samples may miss them, but store one rank's
+    rows alone, and lie elsewhere in the next save."""
+    rank, path = dist.get_rank(), tmp_path / "ckpt"
     generator = torch.Generator().manual_seed(0)
     state = {f"w{i}": torch.rand(500_000, generator=generator) for i in range(3)}
     state["emb"] = torch.rand(32_000, 64, generator=generator)
     state["emb"][20_000:20_060] += rank
-    shards = {name: LocalShard(value, value.shape, (0,) * value.ndim) for name, value in state.items()}
-    path = Path(folder, "ckpt")
-    said = [
-        outcome(lambda: checkpoint.save(path, {"model": shards})),
-        outcome(lambda: checkpoint.async_save(path, {"model": shards}, staging="lazy").result(600)),
-        outcome(lambda: checkpoint.save(path, {"model": shards}, replicas="sample" if rank else "verify")),
-    ]
+    model = {"model": {name: LocalShard(value, value.shape, (0,) * value.ndim) for name, value in state.items()}}
+    said = "model.emb: ranks 0 and 1 hold it as the same, but their values differ"
+    with pytest.raises(LayoutError, match=said):
+        checkpoint.save(path, model)
+    with pytest.raises(LayoutError, match=said):
+        checkpoint.async_save(path, model, staging="lazy").result(600)
+    with pytest.raises(PeerError, match=r"save\(replicas='sample'\)"):
+        checkpoint.save(path, model, replicas="sample" if rank else "verify")
     with mock.patch.object(options, "sample_shift", return_value=1 << 31):  # between the samples lie these rows
-        checkpoint.save(path, {"model": shards}, replicas="sample")
-        checkpoint.async_save(path, {"model": shards}, replicas="sample").result(600)
+        checkpoint.save(path, model, replicas="sample")
+        checkpoint.async_save(path, model, replicas="sample").result(600)
     if rank == 0:
         held = checkpoint.read(path)["model.emb"][20_000:20_060] - state["emb"][20_000:20_060]
         assert held.round().unique().numel() == 1
         shards_of = [entry.shards for entry in checkpoint.catalog(path).tensors()]
         assert [len(parts) for parts in shards_of] == [1] * 4
         assert {parts[0].file.rank for parts in shards_of} == {0, 1}
-    with mock.patch.object(options, "sample_shift", return_value=0):
-        said.append(outcome(lambda: checkpoint.save(path, {"model": shards}, replicas="sample")))
-    return said
-
-
-def test_replicas_that_drifted_apart_in_a_few_rows_are_no_mixture(tmp_path: Path):
-    """The default finds the rows; samples may miss them, but store one rank's rows alone, and lie elsewhere in the next save."""
-    for whole, lazily, other_options, hit in run_ranks(drifted_job, 2, str(tmp_path)):
-        for said in (whole, lazily, hit):
-            assert said.error == "LayoutError"
-            assert "model.emb: ranks 0 and 1 hold it as the same, but their values differ" in said.message
-        assert other_options.error == "PeerError"
-        assert "save(replicas='sample')" in other_options.message
+    with mock.patch.object(options, "sample_shift", return_value=0), pytest.raises(LayoutError, match=said):
+        checkpoint.save(path, model, replicas="sample")

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -16,17 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CheckpointError
-from tests.launch import run_ranks
+from reshard_ckpt.errors import CheckpointNotFound, CorruptError
+from tests.launch import on_ranks
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def wrong_in(model: nn.Module, reference: nn.Module) -> list[str]:
-    wanted = dict(reference.named_parameters())
-    return [name for name, p in model.named_parameters() if not torch.equal(whole(p.detach()), wanted[name])]
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -39,59 +35,42 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def optimizer_job(path: str) -> tuple[list[str], float, int]:
+@on_ranks(3)
+def test_a_training_state_goes_on_over_ranks(tmp_path: Path):
     reference, theirs = trained()
-    model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5))
+    path, model = tmp_path / "x.pt", nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5))
+    if dist.get_rank() == 0:
+        torch.save({"model": reference.state_dict(), "optimizer": theirs.state_dict(), "extra": {"step": 2}}, path)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters())
     extra: dict[str, Any] = {}
+    dist.barrier()
     checkpoint.load(path, {"model": model, "optimizer": optimizer, "extra": extra})
-    wrong = wrong_in(model, reference)
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
-        wrong += [
-            k for k in ("exp_avg", "exp_avg_sq") if not torch.equal(whole(optimizer.state[mine][k]), theirs.state[other][k])
-        ]
-    return wrong, optimizer.param_groups[0]["lr"], extra["step"]
+        assert torch.equal(whole(mine.detach()), other)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(whole(optimizer.state[mine][key]), theirs.state[other][key])
+    assert (optimizer.param_groups[0]["lr"], extra["step"]) == (0.5, 2)
 
 
-def both_jobs(folder: str) -> tuple[Any, Any]:
-    return optimizer_job(f"{folder}/x.pt"), node_job(folder)
-
-
-def test_a_training_state_goes_on_over_ranks_and_ranks_that_find_different_files_all_say_so(tmp_path: Path):
-    save_training(tmp_path)
-    save_nodes(tmp_path)
-    seen = run_ranks(both_jobs, 3, str(tmp_path))
-    assert [optimizer for optimizer, _ in seen] == [([], 0.5, 2)] * 3
-    for _, (same, other, absent, cut) in seen:
-        assert same == "loaded"
-        assert other.startswith("CorruptError")
-        assert "reads another catalog than rank 0" in other
-        assert absent.startswith("CheckpointNotFound")
-        assert "no committed checkpoint" in absent
-        assert cut.startswith("CorruptError")
-        assert "model.safetensors: " in cut
-
-
-def save_training(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": {"step": 2}}
-    torch.save(state, tmp_path / "x.pt")
-
-
-def node_job(folder: str) -> list[str]:
+@on_ranks(3)
+def test_ranks_that_find_different_files_all_say_so(tmp_path: Path):
     """Each rank has a disk of its own, and looks at the same relative path there."""
-    os.chdir(f"{folder}/node{dist.get_rank()}")
-    seen = []
-    for name in ("same", "other", "absent", "cut"):
+    if dist.get_rank() == 0:
+        save_nodes(tmp_path)
+    dist.barrier()
+    os.chdir(tmp_path / f"node{dist.get_rank()}")
+    for name, error, says in (
+        ("other", CorruptError, "reads another catalog than rank 0"),
+        ("absent", CheckpointNotFound, "no committed checkpoint"),
+        ("cut", CorruptError, "model.safetensors: "),
+    ):
         target = torch.zeros(4, 6)
-        try:
+        with pytest.raises(error, match=says):
             checkpoint.load(name, {"model": {"w": target}})
-        except CheckpointError as error:
-            seen.append(f"{type(error).__name__}: {error}" if not target.any() else "changed")
-        else:
-            seen.append("loaded" if target.sum() == 276 else "wrong")
-    return seen
+        assert not target.any()
+    checkpoint.load("same", {"model": {"w": target}})
+    assert torch.equal(target, torch.arange(24.0).reshape(4, 6))
 
 
 def save_nodes(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from reshard_ckpt import checkpoint, errors
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 CPU = torch.device("cpu")
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
@@ -163,10 +163,12 @@ def targets(groups: dict[int, Any]) -> dict[str, tuple[int, Any]]:
     }
 
 
-def round_trips(folder: str, orig: bool) -> list[str]:
+@pytest.mark.parametrize("orig", [True, False])
+@on_ranks(4, timeout_s=60)
+def test_fsdp1_onto_other_layouts_and_back(orig: bool, tmp_path: Path) -> None:
     rank, wrong = dist.get_rank(), list[str]()
     groups = {num: dist.new_group(list(range(num))) for num in (1, 2, 3, 4)}
-    first = Path(folder, "first")
+    first = tmp_path / "first"
     if rank < 2:
         net = wrapped(0, groups[2], orig=orig)
         optimizer = adamw(net)
@@ -178,7 +180,7 @@ def round_trips(folder: str, orig: bool) -> list[str]:
     dist.barrier()
     saved = checkpoint.read(first)
     for what, (num, make) in targets(groups).items():
-        path = Path(folder, what)
+        path = tmp_path / what
         if rank < num:
             target = make()
             fresh = adamw(target)
@@ -196,15 +198,12 @@ def round_trips(folder: str, orig: bool) -> list[str]:
             train(net, optimizer, 2)
             wrong += differences(expected, gathered(net, optimizer, groups[2]), f"back from {what}")
         dist.barrier()
-    return wrong
+    assert not wrong
 
 
 @pytest.mark.parametrize("orig", [True, False])
-def test_fsdp1_onto_other_layouts_and_back(orig: bool, tmp_path: Path) -> None:
-    assert run_ranks(round_trips, 4, str(tmp_path), orig, timeout_s=60) == [[]] * 4
-
-
-def strategies(folder: str, orig: bool) -> list[str]:
+@on_ranks(4, timeout_s=60)
+def test_each_sharding_strategy_and_mixed_precision(orig: bool, tmp_path: Path) -> None:
     """Each strategy saves what torch gathers, also after a forward that leaves parameters gathered, and loads it again."""
     wrong: list[str] = []
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -217,7 +216,7 @@ def strategies(folder: str, orig: bool) -> list[str]:
         "low": (None, {"mixed_precision": LOW}),
     }
     for what, (group, options) in cases.items():
-        path = Path(folder, what)
+        path = tmp_path / what
         net = wrapped(0, group, orig=orig, **options)
         optimizer = adamw(net)
         train(net, optimizer, 2)
@@ -235,12 +234,7 @@ def strategies(folder: str, orig: bool) -> list[str]:
         checkpoint.load(path, {"model": again, "optimizer": other})
         train(again, other, 1)
         wrong += differences(expected, gathered(again, other), f"{what}, loaded")
-    return wrong
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_each_sharding_strategy_and_mixed_precision(orig: bool, tmp_path: Path) -> None:
-    assert run_ranks(strategies, 4, str(tmp_path), orig, timeout_s=60) == [[]] * 4
+    assert not wrong
 
 
 def torch_dicts(folder: str) -> list[str]:
@@ -281,38 +275,21 @@ def without_state(folder: str) -> list[str]:
     return wrong + matches_torch(path, {each: value for each, value in found.items() if not each.startswith(name)}, "partly")
 
 
-def dicts_and_partly(folder: str) -> list[str]:
-    return torch_dicts(folder) + without_state(folder)
-
-
+@on_ranks(2, timeout_s=60)
 def test_the_dicts_of_get_state_dict_and_a_parameter_without_state(tmp_path: Path) -> None:
-    assert run_ranks(dicts_and_partly, 2, str(tmp_path), timeout_s=60) == [[]] * 2
+    assert torch_dicts(tmp_path) + without_state(tmp_path) == []
 
 
-def refusals(folder: str) -> list[str]:
-    found: list[str] = []
-    conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+@on_ranks(2, timeout_s=60)
+def test_what_flat_parameters_cannot_hold_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    conv = FullyShardedDataParallel(nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last), device_id=CPU)
+    with pytest.raises(errors.UnsupportedError, match=r"model: FSDP1 flattened weight of shape \(4, 2, 3, 3\)"):
+        checkpoint.save(tmp_path / "conv", {"model": conv})
     net = Net(0)
     optimizer = adamw(net)
     train(net, optimizer, 1)
     optimizer.state[net.blocks[1].up.bias]["step"] += 1
-    checkpoint.save(Path(folder, "steps"), {"model": net, "optimizer": optimizer})
+    checkpoint.save(tmp_path / "steps", {"model": net, "optimizer": optimizer})
     flat = wrapped(0, None, orig=False)
-    for call in (
-        lambda: checkpoint.save(Path(folder, "conv"), {"model": FullyShardedDataParallel(conv, device_id=CPU)}),
-        lambda: checkpoint.load(Path(folder, "steps"), {"model": flat, "optimizer": adamw(flat)}),
-    ):
-        try:
-            call()
-        except errors.CheckpointError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
-def test_what_flat_parameters_cannot_hold_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    for conv, steps in run_ranks(refusals, 2, str(tmp_path), timeout_s=60):
-        assert "UnsupportedError" in conv
-        assert "model: FSDP1 flattened weight of shape (4, 2, 3, 3)" in conv
-        assert "MismatchError" in steps
-        assert "state step" in steps
-        assert "use_orig_params=True" in steps
+    with pytest.raises(errors.MismatchError, match="state step(?s:.*)use_orig_params=True"):
+        checkpoint.load(tmp_path / "steps", {"model": flat, "optimizer": adamw(flat)})

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,16 +22,15 @@ from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.core.catalog.specs import Replication
 from reshard_ckpt.engine.common.mover import Mover
 from reshard_ckpt.engine.common.rounds import Buffers
-from reshard_ckpt.errors import MismatchError
+from reshard_ckpt.errors import LayoutError, MismatchError, PeerError, UsageError
 from reshard_ckpt.state import capture
 from tests.deadlines import over_when
 from tests.distributed.cases import Case
 from tests.distributed.net import Layout, blank, share_device
-from tests.distributed.outcomes import Outcome, outcome
 from tests.distributed.test_limits import Peak, only_linux
 from tests.distributed.test_matrix import LAYOUTS as LARGE
 from tests.helpers import places, position_values
-from tests.launch import run_ranks
+from tests.launch import on_ranks, run_ranks
 from tests.machines import Machines
 from tests.tries import is_long, pairs
 
@@ -191,30 +191,24 @@ def engine_shards(at: int) -> dict[str, LocalShard]:
     return {name: LocalShard(torch.full((12, 10), -1.0), SHAPE, (12 * at, 0)) for name in NAMES}
 
 
-def shards_job() -> list[Any]:
+@on_ranks(4)
+def test_trainers_and_engines_on_other_ranks_exchange_any_shards():
     """Trainers 0 and 1 give to engines 2 and 3, which change what they got, and give it back."""
-    rank = dist.get_rank()
+    rank, whole = dist.get_rank(), wholes()
     trainer = {"m": trainer_shards(rank)} if rank < 2 else None
     engine = {"m": engine_shards(rank - 2)} if rank >= 2 else None
-    answers: list[Any] = [checkpoint.reshard_live(trainer, engine, staged=True).bytes_read]
-    if engine:
-        whole = wholes()
-        answers.append(all(torch.equal(s.tensor, whole[name].chunk(2)[rank - 2]) for name, s in engine["m"].items()))
-        for shard in engine["m"].values():
-            shard.tensor.mul_(2)
+    assert checkpoint.reshard_live(trainer, engine, staged=True).bytes_read == (3 * 120 * 4 if engine else 0)
+    for name, shard in engine["m"].items() if engine else ():
+        assert torch.equal(shard.tensor, whole[name].chunk(2)[rank - 2])
+        shard.tensor.mul_(2)
     checkpoint.reshard_live(engine, trainer)
-    if trainer:
-        before = trainer_shards(rank)
-        answers.append(all(torch.equal(s.tensor, 2 * before[name].tensor) for name, s in trainer["m"].items()))
-    return answers
+    before = trainer_shards(rank) if trainer else {}
+    assert all(torch.equal(trainer["m"][name].tensor, 2 * shard.tensor) for name, shard in before.items())
 
 
-def test_trainers_and_engines_on_other_ranks_exchange_any_shards():
-    assert run_ranks(shards_job, 4) == [[0, True], [0, True], [3 * 120 * 4, True], [3 * 120 * 4, True]]
-
-
-def loop_job() -> list[Any]:
-    """A kept object: values, steps and weights change from run to run; then a layout does."""
+@on_ranks(4)
+def test_kept_reshard_follows_values_and_memory_until_a_layout_changes():
+    """Values, steps and weights change from run to run; then a layout does."""
     rank = dist.get_rank()
     net = nn.Linear(6, 4) if rank < 2 else None
     optimizer = torch.optim.AdamW(net.parameters()) if net else None
@@ -233,16 +227,16 @@ def loop_job() -> list[Any]:
         state = optimizer.state[model.weight]
         return [model.weight.detach(), *(state[key] for key in ("exp_avg", "exp_avg_sq", "step"))]
 
-    def right() -> bool:
+    def right(step: int) -> bool:
         own = tensors(net, optimizer) if net and optimizer else [torch.zeros(shape) for shape in ((4, 6), (4, 6), (4, 6), ())]
         wanted = [tensor.clone() for tensor in own]
         for tensor in wanted:
             dist.broadcast(tensor, 0)
         if not dst:
-            return True
+            return src["step"] == step
         got = tensors(dst["model"], dst["optimizer"])
         same = all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
-        return same and dst["optimizer"].param_groups[0]["lr"] == 1e-3
+        return same and dst["optimizer"].param_groups[0]["lr"] == 1e-3 and dst["step"] == step
 
     torch.manual_seed(0)
     if net:
@@ -250,112 +244,87 @@ def loop_job() -> list[Any]:
             nn.init.normal_(p)
     train()
     live = checkpoint.LiveReshard(src, dst)
-    answers: list[Any] = []
-    for _ in range(3):
+    for step in (2, 3, 4):
         train()
         live.run()
-        answers.append((right(), dst["step"] if dst else src["step"]))
+        assert right(step)
     if rank == 3:  # other memory of the same layout
         dst["model"].weight = nn.Parameter(torch.zeros(4, 6))
         dst["optimizer"] = torch.optim.AdamW(dst["model"].parameters())
     live.run()
-    answers.append(right())
+    assert right(4)
     if rank == 1:
         src["more"] = torch.zeros(2)
-    answers.append(outcome(live.run))
-    answers.append(right())
-    return answers
+    with pytest.raises(UsageError, match="has changed since this LiveReshard was made") as raised:
+        live.run()
+    assert str(raised.value).startswith("rank 1: ") == (rank != 1)
+    assert right(4)
 
 
-def test_kept_reshard_follows_values_and_memory_until_a_layout_changes():
-    by_rank = run_ranks(loop_job, 4)
-    for rank, answers in enumerate(by_rank):
-        assert answers[:4] == [(True, 2), (True, 3), (True, 4), True]
-        assert answers[4].error == "UsageError"
-        assert "has changed since this LiveReshard was made" in answers[4].message
-        assert answers[4].message.startswith("rank 1: ") == (rank != 1)
-        assert answers[5] is True
+def turned(whole: torch.Tensor) -> tuple[LocalShard, LocalShard, torch.Tensor]:
+    """Return the rows of a tensor that this rank gives, columns that it takes, and what these must become."""
+    rank, size, shape = dist.get_rank(), dist.get_world_size(), tuple(whole.shape)
+    rows, columns = whole.chunk(size)[rank].clone(), whole.chunk(size, 1)[rank].clone()
+    taken = LocalShard(torch.full_like(columns, -1), shape, (0, rank * columns.shape[1]))
+    return LocalShard(rows, shape, (rank * len(rows), 0)), taken, columns
 
 
-def failing_job(staged: bool) -> list[Any]:
+@pytest.mark.parametrize("staged", [False, True])
+@on_ranks(4)
+def test_rank_that_fails_in_the_middle_is_the_same_error_on_all(staged: bool):
     """Rank 1 fails in the middle of the rounds; afterwards all goes on."""
     rank = dist.get_rank()
-    rows = 1 << 16
-    whole = position_values((rows, 16))
-    src = {"w": LocalShard(whole.chunk(4)[rank].clone(), (rows, 16), (rank * rows // 4, 0))}
-    dst = {"w": LocalShard(torch.full((rows, 4), -1.0), (rows, 16), (0, 4 * rank))}
-    live = checkpoint.LiveReshard(src, dst, memory_bytes=1 << 20, staged=staged)
-    original, calls = Mover.unpack, iter(range(1000))
+    rows, columns, wanted = turned(position_values((1 << 16, 16)))
+    live = checkpoint.LiveReshard({"w": rows}, {"w": columns}, memory_bytes=1 << 20, staged=staged)
+    unpack, calls = Mover.unpack, iter(range(1000))
 
     def failing(self: Mover, number: int, *args: Any) -> None:
         if rank == 1 and next(calls) == 2:
             raise MemoryError("no room")
-        original(self, number, *args)
+        unpack(self, number, *args)
 
-    Mover.unpack = failing  # type: ignore[method-assign]
-    answers: list[Any] = [outcome(live.run), bool((dst["w"].tensor != -1).any())]
-    Mover.unpack = original  # type: ignore[method-assign]
-    live.run()
-    return [*answers, torch.equal(dst["w"].tensor, whole[:, 4 * rank : 4 * rank + 4])]
-
-
-@pytest.mark.parametrize("staged", [False, True])
-def test_rank_that_fails_in_the_middle_is_the_same_error_on_all(staged: bool):
+    with mock.patch.object(Mover, "unpack", failing), pytest.raises(PeerError) as raised:
+        live.run()
     after = "no tensor was changed" if staged else "already overwritten, wholly or in part: w"
-    for rank, (error, changed, right) in enumerate(run_ranks(failing_job, 4, staged)):
-        prefix = "" if rank == 1 else "rank 1: "
-        assert (error.error, error.message) == ("PeerError", f"{prefix}MemoryError: no room; {after}")
-        assert changed is not staged
-        assert right
+    assert str(raised.value) == f"{'' if rank == 1 else 'rank 1: '}MemoryError: no room; {after}"
+    assert bool((columns.tensor != -1).any()) is not staged
+    live.run()
+    assert torch.equal(columns.tensor, wanted)
 
 
-def quiet_job() -> list[Any]:
-    """Runs in which nothing changes, or a value, or ranks disagree about one."""
-    rank, opened = dist.get_rank(), []
-    original = StoreComm.open
+@on_ranks(2)
+def test_sessions_are_opened_only_where_values_have_changed_and_disagreement_is_refused_each_time():
+    rank, opened, open_session = dist.get_rank(), [], StoreComm.open
+    rows, columns, wanted = turned(position_values((8, 6)))
+    first = rows.tensor.clone()
+    src: dict[str, Any] = {"w": rows, "step": 1}
+    dst: dict[str, Any] = {"w": columns, "step": 0}
+    live = checkpoint.LiveReshard(src, dst)
 
     def counted(self: StoreComm, *args: Any, **kwargs: Any) -> bool:
         opened.append(1)
-        return original(self, *args, **kwargs)
+        return open_session(self, *args, **kwargs)
 
-    StoreComm.open = counted  # type: ignore[method-assign]
-    whole = position_values((8, 6))
-    src: dict[str, Any] = {"w": LocalShard(whole.chunk(2)[rank].clone(), (8, 6), (4 * rank, 0)), "step": 1}
-    dst: dict[str, Any] = {"w": LocalShard(torch.zeros(8, 3), (8, 6), (0, 3 * rank)), "step": 0}
-    live = checkpoint.LiveReshard(src, dst)
-    answers: list[Any] = []
-
-    def runs(times: int) -> None:
+    def runs(times: int, *, step: int, sessions: list[int], refused: bool = False) -> None:
         for number in range(times):
-            src["w"].tensor.copy_(whole.chunk(2)[rank] + number)
-            answers.append(outcome(live.run))
-            right = torch.equal(dst["w"].tensor, whole[:, 3 * rank : 3 * rank + 3] + number)
-            answers.append((len(opened), right, dst["step"]))
+            rows.tensor.copy_(first + number)
             opened.clear()
+            with pytest.raises(LayoutError, match="step") if refused else nullcontext():
+                live.run()
+            # Refused before anything is moved, so what came before is still there: the values of another run.
+            assert torch.equal(columns.tensor, wanted + number) is not refused
+            assert (len(opened), dst["step"]) == (sessions[number], step)
 
-    opened.clear()
-    runs(3)
-    src["step"] = 2
-    runs(2)
-    if rank:
+    with mock.patch.object(StoreComm, "open", counted):
+        runs(3, step=1, sessions=[0, 0, 0])
+        src["step"] = 2
+        runs(2, step=2, sessions=[1, 0])
+        if rank:
+            src["step"] = 3
+        runs(1, step=2, sessions=[1], refused=True)
+        runs(1, step=2, sessions=[1], refused=True)  # they still do
         src["step"] = 3
-    runs(1)
-    runs(1)  # they still do
-    src["step"] = 3
-    runs(2)
-    return answers
-
-
-def test_sessions_are_opened_only_where_values_have_changed_and_disagreement_is_refused_each_time():
-    by_rank = run_ranks(quiet_job, 2)
-    for answers in by_rank:
-        outcomes, states = answers[::2], answers[1::2]
-        assert [one.error for one in outcomes] == [*[""] * 5, "LayoutError", "LayoutError", "", ""], outcomes
-        assert all("step" in one.message for one in outcomes[5:7])
-        assert [num for num, _, _ in states] == [0, 0, 0, 1, 0, 1, 1, 1, 0]
-        assert [step for _, _, step in states] == [1, 1, 1, 2, 2, 2, 2, 3, 3]
-        # Refused before anything is moved, so what came before is still there: then rows hold the values of another run.
-        assert [right for _, right, _ in states] == [*[True] * 5, False, False, True, True]
+        runs(2, step=3, sessions=[1, 0])
 
 
 class Stubborn:
@@ -372,22 +341,23 @@ class Stubborn:
             raise ValueError("not now")
 
 
-def late_job(staged: bool) -> list[Any]:
+@pytest.mark.parametrize("staged", [False, True])
+@on_ranks(2)
+def test_what_fails_first_or_last_on_one_rank_is_the_same_error_on_all(staged: bool):
     """What fails when values go in, on one rank; buffers that cannot be had, on one rank; then all goes on."""
-    rank = dist.get_rank()
-    whole = position_values((8, 6))
-    stubborn = Stubborn()
-    src = {"w": LocalShard(whole.chunk(2)[rank].clone(), (8, 6), (4 * rank, 0)), "other": Stubborn()}
-    dst = {"w": LocalShard(torch.zeros(8, 3), (8, 6), (0, 3 * rank)), "other": stubborn}
+    rank, stubborn = dist.get_rank(), Stubborn()
+    rows, columns, wanted = turned(position_values((8, 6)))
+    src, dst = {"w": rows, "other": Stubborn()}, {"w": columns, "other": stubborn}
     live = checkpoint.LiveReshard(src, dst, staged=staged)
     live.run()
     stubborn.fails = rank == 1
-    answers: list[Any] = [outcome(live.run)]
+    told = "other: (?s:.*)load_state_dict refused the loaded state: not now(?s:.*); already overwritten, wholly or in part: w$"
+    with pytest.raises(MismatchError, match=f"^{'' if rank == 1 else 'rank 1: '}{told}"):
+        live.run()
     stubborn.fails = False
     live.run()
-    dst["w"].tensor.zero_()
-    machines = Machines()
-    machines.of_rank = [0, 1]  # so that bytes travel in messages
+    columns.tensor.zero_()
+    Machines().of_rank = [0, 1]  # so that bytes travel in messages
     live, original = checkpoint.LiveReshard(src, dst, staged=staged), Buffers.get
 
     def get(self: Buffers, which: int, num_bytes: int) -> torch.Tensor:
@@ -395,221 +365,155 @@ def late_job(staged: bool) -> list[Any]:
             raise MemoryError("no room")
         return original(self, which, num_bytes)
 
-    Buffers.get = get  # type: ignore[method-assign]
-    answers.append(outcome(live.run))
-    answers.append(bool(dst["w"].tensor.any()))
-    Buffers.get = original  # type: ignore[method-assign]
+    with mock.patch.object(Buffers, "get", get), pytest.raises(PeerError) as raised:
+        live.run()
+    assert str(raised.value) == f"{'' if rank == 0 else 'rank 0: '}MemoryError: no room; no tensor was changed"
+    assert not columns.tensor.any()
     live.run()
-    return [*answers, torch.equal(dst["w"].tensor, whole[:, 3 * rank : 3 * rank + 3])]
+    assert torch.equal(columns.tensor, wanted)
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_what_fails_first_or_last_on_one_rank_is_the_same_error_on_all(staged: bool):
-    for rank, (late, early, changed, right) in enumerate(run_ranks(late_job, 2, staged)):
-        prefix = "" if rank == 1 else "rank 1: "
-        assert late.error == "MismatchError"
-        assert late.message.startswith(f"{prefix}other: "), late
-        assert "load_state_dict refused the loaded state: not now" in late.message
-        assert late.message.endswith("; already overwritten, wholly or in part: w")
-        prefix = "" if rank == 0 else "rank 0: "
-        assert (early.error, early.message) == ("PeerError", f"{prefix}MemoryError: no room; no tensor was changed")
-        assert not changed
-        assert right
-
-
-def crossed_job(folder: str) -> list[Any]:
+@on_ranks(2)
+def test_ranks_that_call_different_things_or_come_late_are_told_and_all_goes_on_later(tmp_path: Path):
     """Rank 1 saves where rank 0 runs a kept reshard, or does not come in time; afterwards all goes on."""
     rank = dist.get_rank()
-    whole = position_values((8, 6))
-    src = {"w": LocalShard(whole.chunk(2)[rank].clone(), (8, 6), (4 * rank, 0))}
-    dst = {"w": LocalShard(torch.zeros(8, 3), (8, 6), (0, 3 * rank))}
+    rows, columns, wanted = turned(position_values((8, 6)))
+    src, dst = {"w": rows}, {"w": columns}
     live = checkpoint.LiveReshard(src, dst)
     live.run()
-    dst["w"].tensor.zero_()
-    answers: list[Any] = [outcome(lambda: checkpoint.save(folder, src) if rank else live.run())]
+    columns.tensor.zero_()
+    with pytest.raises(PeerError, match="rank 0: reshard_live ''; rank 1: save"):
+        checkpoint.save(tmp_path / "x", src) if rank else live.run()
     hasty = checkpoint.LiveReshard(src, dst)
     if rank:
         dist.barrier()
-    with nullcontext() if rank else over_when(lambda: True):
-        answers.append(outcome(hasty.run))
+    with nullcontext() if rank else over_when(lambda: True), pytest.raises(PeerError) as raised:
+        hasty.run()
+    assert "rank 1 did not arrive within 600 s" in str(raised.value)
+    assert raised.value.ranks == (1,)
     if not rank:
         dist.barrier()
-    answers.append(bool(dst["w"].tensor.any()))
+    assert not columns.tensor.any()
     for one in (live, checkpoint.LiveReshard(src, dst)):
-        dst["w"].tensor.zero_()
+        columns.tensor.zero_()
         one.run()
-        answers.append(torch.equal(dst["w"].tensor, whole[:, 3 * rank : 3 * rank + 3]))
-    return answers
+        assert torch.equal(columns.tensor, wanted)
 
 
-def test_ranks_that_call_different_things_or_come_late_are_told_and_all_goes_on_later(tmp_path: Path):
-    for crossed, late, *states in run_ranks(crossed_job, 2, str(tmp_path / "x")):
-        assert crossed.error == "PeerError"
-        assert "rank 0: reshard_live ''; rank 1: save" in crossed.message
-        assert late.error == "PeerError"
-        assert "rank 1 did not arrive within 600 s" in late.message
-        assert late.ranks == (1,)
-        assert states == [False, True, True]
-
-
-def refusals_job() -> list[Any]:
+@on_ranks(2)
+def test_overlaps_and_states_that_do_not_fit_are_refused_by_name_on_all_ranks():
     rank = dist.get_rank()
     part = LocalShard(torch.arange(6.0) + 6 * rank, (12,), (6 * rank,))
     same, memory = position_values((12,)), torch.zeros(20)
-    answers = [
-        outcome(lambda: checkpoint.reshard_live({"a": part}, {"a": LocalShard(part.tensor, (12,), (6 * (1 - rank),))})),
-        outcome(lambda: checkpoint.reshard_live({"a": memory[:12]}, {"a": memory[8:]})),
-        outcome(lambda: checkpoint.reshard_live({"a": same, "b": same + 1}, {"a": memory[:12], "b": memory[8:]})),
-        outcome(lambda: checkpoint.reshard_live({"a": same, "b": same + 1}, {"a": memory[:12], "b": memory[:12]})),
-        bool(memory.any()),
-        outcome(lambda: checkpoint.reshard_live({"a": part}, {"a": torch.zeros(12), "c": torch.zeros(2)} if rank else {})),
-        outcome(lambda: checkpoint.reshard_live({"a": part} if rank else {}, {"a": torch.zeros(12)})),
-        outcome(lambda: checkpoint.reshard_live({"a": part}, {"a": torch.zeros(12)}, memory_bytes=1000)),
-    ]
+    of_both, own = "a: its memory in dst is also that of a in src", LocalShard(part.tensor, (12,), (6 * (1 - rank),))
+
+    def refused(error: type[Exception], says: str, src: dict[str, Any], dst: dict[str, Any], **options: Any) -> None:
+        with pytest.raises(error, match=says):
+            checkpoint.reshard_live(src, dst, **options)
+
+    two = {"a": same, "b": same + 1}
+    refused(UsageError, of_both, {"a": part}, {"a": own})
+    refused(UsageError, of_both, {"a": memory[:12]}, {"a": memory[8:]})
+    refused(UsageError, "shares a part of its memory with", two, {"a": memory[:12], "b": memory[8:]})
+    refused(MismatchError, "tied to(?s:.*)no tensor was changed", two, {"a": memory[:12], "b": memory[:12]})
+    assert not memory.any()
+    more = {"a": torch.zeros(12), "c": torch.zeros(2)} if rank else {}
+    refused(MismatchError, "c: not in the checkpoint", {"a": part}, more)
+    refused(LayoutError, r"no rank holds \[0:6\]", {"a": part} if rank else {}, {"a": torch.zeros(12)})
+    refused(UsageError, "memory_bytes=1000", {"a": part}, {"a": torch.zeros(12)}, memory_bytes=1000)
     tied = torch.zeros(12)
     checkpoint.reshard_live({"a": same, "b": same.clone()}, {"a": tied, "b": tied})
+    assert torch.equal(tied, same)
     checkpoint.reshard_live({"a": part, "b": same}, {"a": part, "b": memory[:12]})  # itself is no overlap
-    return [*answers, torch.equal(tied, same), torch.equal(part.tensor, torch.arange(6.0) + 6 * rank)]
+    assert torch.equal(part.tensor, torch.arange(6.0) + 6 * rank)
 
 
-def test_overlaps_and_states_that_do_not_fit_are_refused_by_name_on_all_ranks():
-    for answers in run_ranks(refusals_job, 2):
-        kinds = [answer.error for answer in answers if isinstance(answer, Outcome)]
-        texts = [answer.message for answer in answers if isinstance(answer, Outcome)]
-        assert kinds == ["UsageError", "UsageError", "UsageError", "MismatchError", "MismatchError", "LayoutError", "UsageError"]
-        assert "a: its memory in dst is also that of a in src" in texts[0]
-        assert "a: its memory in dst is also that of a in src" in texts[1]
-        assert "shares a part of its memory with" in texts[2]
-        assert "tied to" in texts[3]
-        assert "no tensor was changed" in texts[3]
-        assert "c: not in the checkpoint" in texts[4]
-        assert "no rank holds [0:6]" in texts[5]
-        assert "memory_bytes=1000" in texts[6]
-        assert [answer for answer in answers if isinstance(answer, bool)] == [False, True, True]
-
-
-def cast_job() -> list[Any]:
-    """Weights get smaller before they travel, under other names, to one rank alone."""
+@on_ranks(2)
+def test_a_cast_to_a_smaller_dtype_is_made_before_the_bytes_travel():
+    """Weights go under other names to one rank alone."""
     rank = dist.get_rank()
     whole = position_values((64, 8)) / 3
     src = {"model": {"w": LocalShard(whole.chunk(2)[rank].clone(), (64, 8), (32 * rank, 0))}}
     dst = {"engine": {"w": torch.zeros(64, 8, dtype=torch.bfloat16)}} if rank else {}
     report = checkpoint.reshard_live(src, dst, cast=["engine"], rename={"model": "engine"})
-    return [report.bytes_read, not rank or torch.equal(dst["engine"]["w"], whole.bfloat16())]
-
-
-def test_a_cast_to_a_smaller_dtype_is_made_before_the_bytes_travel():
-    assert run_ranks(cast_job, 2) == [[0, True], [32 * 8 * 2, True]]
-
-
-def memory_job() -> tuple[int, bool]:
-    """Rows become columns of a tensor of 64 MB, with 8 MiB for messages."""
-    rank, size = dist.get_rank(), 4096
-    rows = torch.arange(rank * size // 4, (rank + 1) * size // 4).float()[:, None] + torch.arange(size) / size
-    src = {"w": LocalShard(rows, (size, size), (rank * size // 4, 0))}
-    dst = {"w": LocalShard(torch.full((size, size // 4), -1.0), (size, size), (0, rank * size // 4))}
-    checkpoint.reshard_live({"warm": torch.zeros(3)}, {"warm": torch.zeros(3)})  # imports and connections are there from now on
-    with Peak() as peak:
-        checkpoint.LiveReshard(src, dst, memory_bytes=8 << 20).run()
-    wanted = torch.arange(size)[:, None] + torch.arange(rank * size // 4, (rank + 1) * size // 4) / size
-    return peak.grown, torch.equal(dst["w"].tensor, wanted)
+    assert report.bytes_read == (32 * 8 * 2 if rank else 0)
+    assert not rank or torch.equal(dst["engine"]["w"], whole.bfloat16())
 
 
 @only_linux
+@on_ranks(4)
 def test_messages_stay_within_the_memory_that_is_set():
-    for grown, right in run_ranks(memory_job, 4):
-        assert right
-        assert grown < 24 << 20, f"{grown / 2**20:.1f} MiB, 8 for messages, and as much of what others share is mapped"
+    """Rows become columns of a tensor of 64 MB, with 8 MiB for messages."""
+    size = 4096
+    rows, columns, wanted = turned(torch.arange(size).float()[:, None] + torch.arange(size) / size)
+    checkpoint.reshard_live({"warm": torch.zeros(3)}, {"warm": torch.zeros(3)})  # imports and connections are there from now on
+    with Peak() as peak:
+        checkpoint.LiveReshard({"w": rows}, {"w": columns}, memory_bytes=8 << 20).run()
+    assert torch.equal(columns.tensor, wanted)
+    assert peak.grown < 24 << 20, f"{peak.grown / 2**20:.1f} MiB, 8 for messages, and as much of what others share is mapped"
 
 
-def kept_memory_job() -> tuple[list[bool], list[int]]:
-    """Turn rows into columns by one call after another; count the calls that make shared memory anew."""
-    rank, made, right = dist.get_rank(), [], []
-    first_share = Buffers.share
-    Buffers.share = lambda self, *args: (made.append(self._shared is None), first_share(self, *args))[1]  # type: ignore[method-assign]
-
-    def move(size: int, fill: int, **options: Any) -> None:
-        rows = torch.arange(rank * size // 2, (rank + 1) * size // 2)[:, None] * size + torch.arange(size) + fill
-        columns = torch.zeros(size, size // 2, dtype=torch.long)
-        src, dst = LocalShard(rows, (size, size), (rank * size // 2, 0)), LocalShard(columns, (size, size), (0, rank * size // 2))
-        checkpoint.reshard_live({"w": src}, {"w": dst}, **options)
-        wanted = torch.arange(size * size).view(size, size)[:, rank * size // 2 : (rank + 1) * size // 2] + fill
-        right.append(torch.equal(columns, wanted))
-
-    move(512, 0)
-    move(512, 5)  # the same layout
-    move(64, 7)  # a smaller one fits too
-    move(1024, 9)  # a larger one does not
-    move(64, 11, memory_bytes=1 << 20)  # more is kept than this call may have
-    move(64, 13)
-    if rank:
-        live_job._KEPT.clear()  # as after a call that failed on one rank alone
-    move(64, 15)
-    move(64, 17)
-    return right, list(map(int, made))
-
-
+@on_ranks(2)
 def test_one_shot_reshards_use_the_memory_of_the_last_one_where_all_ranks_have_enough():
-    for right, made in run_ranks(kept_memory_job, 2):
-        assert all(right)
-        assert made == [1, 0, 0, 1, 1, 0, 1, 0]
+    share = Buffers.share
+    made: list[bool] = []
+    Buffers.share = lambda self, *args: (made.append(self._shared is None), share(self, *args))[1]  # type: ignore[method-assign]
+
+    def move(size: int, fill: int, *, is_made: bool, **options: Any) -> None:
+        rows, columns, wanted = turned(torch.arange(size * size).view(size, size) + fill)
+        made.clear()
+        checkpoint.reshard_live({"w": rows}, {"w": columns}, **options)
+        assert torch.equal(columns.tensor, wanted)
+        assert made == [is_made], (size, fill)
+
+    move(512, 0, is_made=True)
+    move(512, 5, is_made=False)  # the same layout
+    move(64, 7, is_made=False)  # a smaller one fits too
+    move(1024, 9, is_made=True)  # a larger one does not
+    move(64, 11, is_made=True, memory_bytes=1 << 20)  # more is kept than this call may have
+    move(64, 13, is_made=False)
+    if dist.get_rank():
+        live_job._KEPT.clear()  # as after a call that failed on one rank alone
+    move(64, 15, is_made=True)
+    move(64, 17, is_made=False)
 
 
-def kept_plan_job() -> tuple[dict[str, tuple[bool, bool]], str, bool]:
-    """Turn rows into columns by one call after another. Return, for each, whether all is right and whether the ranks planned;
-    the error of a call that asks too much; and whether a call keeps tensors alive."""
-    rank, planned = dist.get_rank(), []
-    plan = live_job.plan_moves
+@on_ranks(2)
+def test_one_shot_reshards_use_the_plan_of_the_last_one_where_nothing_has_changed_on_any_rank():
+    rank, planned, plan = dist.get_rank(), [], live_job.plan_moves
     live_job.plan_moves = lambda *args: (planned.append(True), plan(*args))[1]  # type: ignore[assignment]
-    done: dict[str, tuple[bool, bool]] = {}
     alive: list[weakref.ref[torch.Tensor]] = []
 
-    def move(what: str, size: int, fill: int, step: Any, more: dict[str, Any] | None = None, **options: Any) -> None:
-        whole, half = torch.arange(size * size).view(size, size) + fill, slice(rank * size // 2, (rank + 1) * size // 2)
-        rows, columns = whole[half].clone(), torch.zeros(size, size // 2, dtype=torch.long)
+    def move(
+        what: str, size: int, fill: int, step: Any, more: dict[str, Any] | None = None, *, plans: bool = True, **options: Any
+    ) -> None:
+        rows, columns, wanted = turned(torch.arange(size * size).view(size, size) + fill)
         same = torch.full((5,), fill)
-        src = {"w": LocalShard(rows, (size, size), (rank * size // 2, 0)), "same": same, "step": step}
-        dst = {"w": LocalShard(columns, (size, size), (0, rank * size // 2)), "same": same - 1, "step": -1, **(more or {})}
+        src = {"w": rows, "same": same, "step": step}
+        dst = {"w": columns, "same": same - 1, "step": -1, **(more or {})}
         planned.clear()
         checkpoint.reshard_live({"s": src}, {"s": dst}, **options)
-        right = torch.equal(columns, whole[:, half]) and torch.equal(dst["same"], same) and dst["step"] == step
-        done[what] = right, bool(planned)
-        alive[:] = [weakref.ref(tensor) for tensor in (rows, columns, same)]
+        assert torch.equal(columns.tensor, wanted), what
+        assert torch.equal(dst["same"], same), what
+        assert (dst["step"], bool(planned)) == (step, plans), what
+        alive[:] = [weakref.ref(tensor) for tensor in (rows.tensor, columns.tensor, same)]
 
     move("first", 64, 1, 1)
     gc.collect()
-    kept_alive = any(tensor() is not None for tensor in alive)
-    move("the same layout", 64, 2, 1)
-    move("another value", 64, 3, 2)
+    assert not any(tensor() is not None for tensor in alive)
+    move("the same layout", 64, 2, 1, plans=False)
+    move("another value", 64, 3, 2, plans=False)
     move("another size", 128, 4, 2)
-    move("that size again", 128, 5, 2)
+    move("that size again", 128, 5, 2, plans=False)
     move("another option", 128, 6, 2, replicas="trust")
-    move("that option again", 128, 7, 2, replicas="trust")
+    move("that option again", 128, 7, 2, plans=False, replicas="trust")
     move("another option on one rank", 128, 8, 2, rename={"no": "name"} if rank else None, replicas="trust")
     move("a value that may be missing", 128, 9, 2, {"new": 3}, allow_missing=["s.new"])
-    move("it may be missing again", 128, 10, 2, {"new": 3}, allow_missing=["s.new"])
-    try:
+    move("it may be missing again", 128, 10, 2, {"new": 3}, plans=False, allow_missing=["s.new"])
+    with pytest.raises(MismatchError, match="s.new: not in the checkpoint"):
         move("too much", 128, 11, 2, {"new": 3} if rank else None)
-    except MismatchError as error:
-        told = str(error)
     move("after an error", 128, 12, 2)
-    move("after that", 128, 13, 2)
-    return done, told, kept_alive
-
-
-def test_one_shot_reshards_use_the_plan_of_the_last_one_where_nothing_has_changed_on_any_rank():
-    for done, told, kept_alive in run_ranks(kept_plan_job, 2):
-        assert all(right for right, _ in done.values()), done
-        assert [what for what, (_, planned) in done.items() if not planned] == [
-            "the same layout",
-            "another value",
-            "that size again",
-            "that option again",
-            "it may be missing again",
-            "after that",
-        ]
-        assert "s.new: not in the checkpoint" in told
-        assert not kept_alive
+    move("after that", 128, 13, 2, plans=False)
 
 
 def test_a_kept_reshard_runs_where_a_value_may_be_missing():
@@ -622,28 +526,21 @@ def test_a_kept_reshard_runs_where_a_value_may_be_missing():
         assert dst["s"]["new"] == 3
 
 
-def drifted_job() -> list[Outcome]:
+@on_ranks(2)
+def test_replicas_that_drifted_apart_are_moved_only_where_they_are_trusted():
     """Move rows that rank 0 and rank 1 hold as the same, and of which one element differs, into the other order of ranks."""
     rank = dist.get_rank()
     held = torch.zeros(300_000, 4)
     src = {"m": {"w": LocalShard(held, (300_000, 4), (0, 0))}}
     dst = {"m": {"w": torch.full((300_000, 4), -1.0)}}
     kept = checkpoint.LiveReshard(src, dst, replicas="verify")
-    said = [outcome(kept.run)]
+    kept.run()
     held[7, 1] = rank
-    said += [outcome(call) for call in (kept.run, lambda: checkpoint.reshard_live(src, dst))]
+    for call in (kept.run, lambda: checkpoint.reshard_live(src, dst)):
+        with pytest.raises(LayoutError, match="m.w: ranks 0 and 1 hold it as the same, but their values differ"):
+            call()
     assert int(dst["m"]["w"].sum()) == 0
-    said.append(outcome(lambda: checkpoint.reshard_live(src, dst, replicas="trust" if rank else "verify")))
-    said.append(outcome(lambda: checkpoint.reshard_live(src, dst, replicas="trust")))
+    with pytest.raises(PeerError, match=r"reshard_live\(replicas='verify'\)"):
+        checkpoint.reshard_live(src, dst, replicas="trust" if rank else "verify")
+    checkpoint.reshard_live(src, dst, replicas="trust")
     assert int(dst["m"]["w"].sum()) == rank
-    return said
-
-
-def test_replicas_that_drifted_apart_are_moved_only_where_they_are_trusted():
-    for alike, drifted, drifted_at_once, other_options, trusted in run_ranks(drifted_job, 2):
-        assert (alike.error, trusted.error) == ("", "")
-        for said in (drifted, drifted_at_once):
-            assert said.error == "LayoutError"
-            assert "m.w: ranks 0 and 1 hold it as the same, but their values differ" in said.message
-        assert other_options.error == "PeerError"
-        assert "reshard_live(replicas='verify')" in other_options.message

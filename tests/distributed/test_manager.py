@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager
+from reshard_ckpt.errors import UsageError
 from reshard_ckpt.storage import LocalStorage, MissingKey
 from tests.damage import flip
-from tests.distributed.outcomes import Outcome, outcome
-from tests.launch import run_ranks
+from tests.launch import on_ranks, run_ranks
 
 SHAPE = (4, 5)
 
@@ -29,44 +30,31 @@ def state(tensor: torch.Tensor, rank: int) -> dict[str, Any]:
     return {"w": LocalShard(tensor, SHAPE, (2 * rank, 0))}
 
 
-def damage_last_rank(root: Path, step: int) -> None:
-    file = next(root.glob(f"step_{step}/*/rank00001-0.safetensors"))
-    flip(file)
-
-
-def job(folder: str) -> tuple[list[int], int, tuple[str, ...], torch.Tensor, list[int], Outcome]:
-    rank, root = dist.get_rank(), Path(folder)
-    with Manager(root, keep_last=2) as manager:
+@on_ranks(2)
+def test_all_ranks_fall_back_prune_and_are_refused_together(tmp_path: Path):
+    rank = dist.get_rank()
+    with Manager(tmp_path, keep_last=2) as manager:
         for step in (10, 20, 30):
             manager.async_save(step, state(rows(step, rank), rank))
     dist.barrier()
-    saved = manager.steps()
+    assert manager.steps() == [20, 30]
     if rank == 0:
-        damage_last_rank(root, 30)
+        flip(next(tmp_path.glob("step_30/*/rank00001-0.safetensors")))
     dist.barrier()
     into = torch.zeros(2, 5)
-    with Manager(root, keep_last=1) as manager:
+    with Manager(tmp_path, keep_last=1) as manager:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loaded = manager.load_latest(state(into, rank))  # rank 1 alone reads what is damaged
-        assert loaded is not None
+        assert loaded.step == 20
+        assert torch.equal(into, rows(20, rank))
+        assert "rank00001-0.safetensors is damaged" in loaded.passed_over[0]
         manager.save(25, state(rows(25, rank), rank))
         dist.barrier()
-        kept = manager.steps()
-        refused = outcome(lambda: Manager(root))
-    return saved, loaded.step, loaded.passed_over, into, kept, refused
-
-
-def test_all_ranks_fall_back_prune_and_are_refused_together(tmp_path: Path):
-    for rank, (saved, step, passed_over, into, kept, refused) in enumerate(run_ranks(job, 2, str(tmp_path))):
-        assert saved == [20, 30]
-        assert step == 20
-        assert torch.equal(into, rows(20, rank))
-        assert "rank00001-0.safetensors is damaged" in passed_over[0]
-        assert kept == [25]  # 20 was the last good one until 25 was; the run went on from 20, so 30 does not count
+        assert manager.steps() == [25]  # 20 was the last good one until 25 was; the run went on from 20, so 30 does not count
         assert (tmp_path / "step_30").exists()
-        assert refused.error == "UsageError"
-        assert "has a manager of the checkpoints there already" in refused.message
+        with pytest.raises(UsageError, match="has a manager of the checkpoints there already"):
+            Manager(tmp_path)
     assert checkpoint.read(tmp_path / "step_25")["w"].shape == SHAPE
 
 

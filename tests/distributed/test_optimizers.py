@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import LayoutError, MismatchError, UsageError
 from tests import wrapping
 from tests.distributed.net import UNITS, Net, local, positions
 from tests.distributed.outcomes import Outcome, outcome
 from tests.factored import Factored
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 from tests.tries import pairs
 
 Make = Callable[[str], nn.Module]
@@ -140,11 +140,11 @@ MAKERS: dict[str, Callable[[nn.Module], Any]] = {
 """Optimizers with other state than AdamW's, and such that say their state themselves."""
 
 
-def makers_job(folder: str) -> tuple[list[str], list[Outcome]]:
+@pytest.mark.slow
+@on_ranks(3)
+def test_state_of_any_optimizer_goes_from_layout_to_layout(tmp_path: Path):
     """Save each optimizer in each layout, and load it into a fresh one, or one that has stepped where a fresh one is refused."""
     kinds = kinds_of(dist.get_world_size())
-    wrong: list[str] = []
-    refused: list[Outcome] = []
     for name, make in MAKERS.items():
         wanted: dict[str, dict[str, Any]] = {}
         for saved in kinds:
@@ -152,76 +152,61 @@ def makers_job(folder: str) -> tuple[list[str], list[Outcome]]:
             optimizer = make(net)
             stepped(net, optimizer)
             state = {"model": net, "optimizer": optimizer}
-            checkpoint.async_save(Path(folder, f"{name}-{saved}"), state, staging="lazy").result()
+            checkpoint.async_save(tmp_path / f"{name}-{saved}", state, staging="lazy").result()
             wanted[saved] = states(net, optimizer)
             assert wanted[saved]
         for saved, loaded in pairs([*kinds]):
-            path, target = Path(folder, f"{name}-{saved}"), kinds[loaded]("other")
+            path, target = tmp_path / f"{name}-{saved}", kinds[loaded]("other")
             held, fresh = held_of(target), make(target)
             state = {"model": target, "optimizer": fresh}
             if (name, loaded) == ("factored", "fsdp"):
                 # Nobody knows which part of a row or column statistic a sharded parameter would have.
                 before = [local(p).clone() for p in target.parameters()]
-                refused.append(outcome(partial(checkpoint.load, path, state)))
-                unchanged = all(torch.equal(local(p), b) for p, b in zip(target.parameters(), before, strict=True))
-                wrong += [] if unchanged and not fresh.state else [f"{path.name} to {loaded}: changed"]
+                with pytest.raises(MismatchError, match="load into an optimizer that has stepped") as refused:
+                    checkpoint.load(path, state)
+                assert "optimizer.state.layers.0.up.weight.row: saved with shape (13,)" in str(refused.value)
+                assert "not in the state passed" not in str(refused.value)
+                assert all(torch.equal(local(p), b) for p, b in zip(target.parameters(), before, strict=True))
+                assert not fresh.state
                 stepped(target, fresh, 1)
             checkpoint.load(path, state)
-            wrong += [] if same_here(states(target, fresh, as_it_is), wanted[saved], held) else [f"{path.name} to {loaded}"]
-    return wrong, refused
+            assert same_here(states(target, fresh, as_it_is), wanted[saved], held), f"{path.name} to {loaded}"
 
 
 @pytest.mark.slow
-def test_state_of_any_optimizer_goes_from_layout_to_layout(tmp_path: Path):
-    for wrong, refused in run_ranks(makers_job, 3, str(tmp_path)):
-        assert wrong == []
-        assert refused
-        for each in refused:
-            assert each.error == "MismatchError"
-            assert "optimizer.state.layers.0.up.weight.row: saved with shape (13,)" in each.message
-            assert "load into an optimizer that has stepped" in each.message
-            assert "not in the state passed" not in each.message
-
-
-def dicts_job(folder: str) -> list[str]:
+@on_ranks(3)
+def test_state_dicts_with_names_go_from_any_layout_to_any(tmp_path: Path):
     """Also parameters of which a rank holds nothing, and which it must find by their empty memory."""
     kinds = kinds_of(dist.get_world_size())
-    wrong: list[str] = []
+
+    def named_adamw(net: nn.Module, lr: float) -> torch.optim.AdamW:
+        return torch.optim.AdamW([(n, p) for n, p in net.named_parameters() if p.requires_grad], lr=lr)
+
     for saved in ("fsdp", "plain"):
         net = kinds[saved]("")
-        optimizer = torch.optim.AdamW([(n, p) for n, p in net.named_parameters() if p.requires_grad], lr=0.01)
+        optimizer = named_adamw(net, 0.01)
         stepped(net, optimizer)
         wanted = states(net, optimizer)
-        forms = {
-            "dicts": {"model": net.state_dict(), "optimizer": optimizer.state_dict()},
-            "object": {"model": net.state_dict(), "optimizer": optimizer},
-        }
-        for form, state in forms.items():
-            path = Path(folder, f"{saved}-{form}")
-            checkpoint.save(path, state)
+        for form, state in (("dicts", optimizer.state_dict()), ("object", optimizer)):
+            path = tmp_path / f"{saved}-{form}"
+            checkpoint.save(path, {"model": net.state_dict(), "optimizer": state})
             for loaded in ("fsdp", "plain"):
                 target = kinds[loaded]("other")
-                held = held_of(target)
-                fresh = torch.optim.AdamW([(n, p) for n, p in target.named_parameters() if p.requires_grad], lr=1.0)
+                held, fresh = held_of(target), named_adamw(target, 1.0)
                 checkpoint.load(path, {"model": target, "optimizer": fresh})
-                wrong += [] if same_here(states(target, fresh, as_it_is), wanted, held) else [f"{path.name} to {loaded}"]
+                assert same_here(states(target, fresh, as_it_is), wanted, held), f"{path.name} to {loaded}"
                 again = kinds[loaded]("other")
-                last = torch.optim.AdamW([(n, p) for n, p in again.named_parameters() if p.requires_grad], lr=1.0)
+                last = named_adamw(again, 1.0)
                 dicts = {"model": again.state_dict(), "optimizer": last.state_dict()}
                 checkpoint.load(path, dicts)
                 last.load_state_dict(dicts["optimizer"])
-                wrong += [] if same_here(states(again, last, as_it_is), wanted, held) else [f"{path.name} to dicts of {loaded}"]
-    return wrong
+                assert same_here(states(again, last, as_it_is), wanted, held), f"{path.name} to dicts of {loaded}"
 
 
-@pytest.mark.slow
-def test_state_dicts_with_names_go_from_any_layout_to_any(tmp_path: Path):
-    assert run_ranks(dicts_job, 3, str(tmp_path)) == [[], [], []]
-
-
-def groups_job(folder: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_groups_are_matched_by_names_and_hyperparameters_come_back(tmp_path: Path):
     """Groups are found by the names in them, whatever their order and cut."""
-    kinds, path = kinds_of(dist.get_world_size()), Path(folder, "a")
+    kinds, path = kinds_of(dist.get_world_size()), tmp_path / "a"
     net = kinds["fsdp"]("")
     by_name = dict(net.named_parameters())
     del by_name["layers.0.norm.bias"]  # frozen
@@ -248,7 +233,6 @@ def groups_job(folder: str) -> dict[str, Any]:
         optimizer.state[p] = {"step": torch.tensor(5.0), "exp_avg": p.detach().clone(), "exp_avg_sq": p.detach().clone()}
     checkpoint.save(path, {"model": net, "optimizer": optimizer})
 
-    out: dict[str, Any] = {}
     other = kinds["ddp"]("other")
     params = {plain_name(name): p for name, p in other.named_parameters() if p.requires_grad}
     # The other way round, early and late together, with a group of nobody and state that the checkpoint says is not there.
@@ -256,38 +240,27 @@ def groups_job(folder: str) -> dict[str, Any]:
     fresh = torch.optim.AdamW(target, lr=9.0, foreach=True)
     fresh.state[params["layers.1.norm.weight"]] = {"step": torch.tensor(1.0)}
     checkpoint.load(path, {"model": other, "optimizer": fresh})
-    out["hyper"] = [(float(g["lr"]), g["weight_decay"], g["foreach"]) for g in fresh.param_groups]
-    out["states"] = same(states(other, fresh), states(net, optimizer))
-    out["stateless"] = [name for name, p in params.items() if p not in fresh.state]
+    hyper = [(float(g["lr"]), g["weight_decay"], g["foreach"]) for g in fresh.param_groups]
+    assert hyper == [(0.25, 0.25, True), (0.5, 0.5, True), (9.0, 0.01, True)]
+    assert same(states(other, fresh), states(net, optimizer))
+    assert [name for name, p in params.items() if p not in fresh.state] == ["layers.1.norm.weight", "layers.1.norm.bias"]
 
     mixed = torch.optim.AdamW(groups(params, lambda name: True), lr=9.0)
-    out["mixed"] = outcome(lambda: checkpoint.load(path, {"model": other, "optimizer": mixed}))
-    out["mixed_untouched"] = not mixed.state and mixed.param_groups[0]["lr"] == 9.0
+    with pytest.raises(MismatchError, match="whose lr differs: "):
+        checkpoint.load(path, {"model": other, "optimizer": mixed})
+    assert not mixed.state
+    assert mixed.param_groups[0]["lr"] == 9.0
     report = checkpoint.load(path, {"model": other, "optimizer": mixed}, strict=False)
-    out["mixed_report"] = (len(report.values), mixed.param_groups[0]["lr"], len(mixed.state))
-    out["alone"] = outcome(lambda: checkpoint.save(Path(folder, "b"), {"optimizer": optimizer}))
+    told = "lr and decay differ; the state loads, the group keeps its own"
+    assert (len(report.values), mixed.param_groups[0]["lr"], len(mixed.state)) == (2, 9.0, 10), told
+    with pytest.raises(UsageError, match="pass the module that holds it"):
+        checkpoint.save(tmp_path / "b", {"optimizer": optimizer})
     frozen = torch.optim.AdamW([*trainable(other), *(p for p in other.parameters() if not p.requires_grad)])
-    out["more"] = outcome(lambda: checkpoint.load(path, {"model": other, "optimizer": frozen}))
+    with pytest.raises(MismatchError, match="layers.0.norm.bias"):
+        checkpoint.load(path, {"model": other, "optimizer": frozen})
     differs = {"model": net, "optimizer": torch.optim.AdamW(trainable(net), lr=0.1 + dist.get_rank())}
-    out["differs"] = outcome(lambda: checkpoint.save(Path(folder, "b"), differs))
-    return out
-
-
-def test_groups_are_matched_by_names_and_hyperparameters_come_back(tmp_path: Path):
-    for out in run_ranks(groups_job, 2, str(tmp_path)):
-        assert out["hyper"] == [(0.25, 0.25, True), (0.5, 0.5, True), (9.0, 0.01, True)]
-        assert out["states"]
-        assert out["stateless"] == ["layers.1.norm.weight", "layers.1.norm.bias"]
-        assert out["mixed"].error == "MismatchError"
-        assert "whose lr differs: " in out["mixed"].message
-        assert out["mixed_untouched"]
-        assert out["mixed_report"] == (2, 9.0, 10), "lr and decay differ; the state loads, the group keeps its own"
-        assert out["alone"].error == "UsageError"
-        assert "pass the module that holds it" in out["alone"].message
-        assert out["more"].error == "MismatchError"
-        assert "layers.0.norm.bias" in out["more"].message
-        assert out["differs"].error == "LayoutError"
-        assert "lr 0.1 on rank 0 and 1.1 on rank 1" in out["differs"].message
+    with pytest.raises(LayoutError, match="lr 0.1 on rank 0 and 1.1 on rank 1"):
+        checkpoint.save(tmp_path / "b", differs)
 
 
 class Extra(nn.Module):
@@ -304,10 +277,10 @@ class Extra(nn.Module):
         self.value = state["value"]
 
 
-def ties_job(folder: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_tied_weights_come_apart_and_together_and_extra_state_follows_its_stage(tmp_path: Path):
     """Tied on one rank, apart on two; and extra state that only one of the stages has."""
     rank = dist.get_rank()
-    out: dict[str, Any] = {}
     solo = [dist.new_group([0]), dist.new_group([1])][rank]
 
     def stage(index: int, key: str) -> nn.ModuleDict:
@@ -318,33 +291,22 @@ def ties_job(folder: str) -> dict[str, Any]:
         return nn.ModuleDict({"net": Net(("embedding", 0, 1, "head"), key), "extra0": Extra(0), "extra1": Extra(0)})
 
     apart = stage(rank, "")
-    checkpoint.save(Path(folder, "apart"), {"model": apart}, mesh={"pp": 2})
+    checkpoint.save(tmp_path / "apart", {"model": apart}, mesh={"pp": 2})
     together = both("other")
-    out["to_tied"] = outcome(lambda: checkpoint.load(Path(folder, "apart"), {"model": together}, process_group=solo))
-    tied = together["net"].head.weight is together["net"].embedding.weight
-    out["tied"] = tied and torch.equal(together["net"].head.weight, Net(("head",)).head.weight)
-    out["extra"] = (together["extra0"].value, together["extra1"].value)
+    assert outcome(lambda: checkpoint.load(tmp_path / "apart", {"model": together}, process_group=solo)) == Outcome()
+    assert together["net"].head.weight is together["net"].embedding.weight
+    assert torch.equal(together["net"].head.weight, Net(("head",)).head.weight)
+    assert (together["extra0"].value, together["extra1"].value) == (10, 11)
     if rank == 0:
-        checkpoint.save(Path(folder, "tied"), {"model": together}, process_group=solo)
+        checkpoint.save(tmp_path / "tied", {"model": together}, process_group=solo)
     dist.barrier()
     back = stage(rank, "other")
-    out["to_apart"] = outcome(lambda: checkpoint.load(Path(folder, "tied"), {"model": back}))
-    out["apart"] = all(torch.equal(a, b) for a, b in zip(back.parameters(), apart.parameters(), strict=True))
-    out["apart_extra"] = back[f"extra{rank}"].value
+    assert outcome(lambda: checkpoint.load(tmp_path / "tied", {"model": back})) == Outcome()
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), apart.parameters(), strict=True))
+    assert back[f"extra{rank}"].value == 10 + rank
 
     if rank == 1:
         apart["net"].head.weight.data[0, 0] += 1
-    checkpoint.save(Path(folder, "unequal"), {"model": apart})
-    out["unequal"] = outcome(lambda: checkpoint.load(Path(folder, "unequal"), {"model": both("other")}))
-    return out
-
-
-def test_tied_weights_come_apart_and_together_and_extra_state_follows_its_stage(tmp_path: Path):
-    for rank, out in enumerate(run_ranks(ties_job, 2, str(tmp_path))):
-        assert out["to_tied"] == out["to_apart"] == Outcome()
-        assert out["tied"]
-        assert out["apart"]
-        assert out["extra"] == (10, 11)
-        assert out["apart_extra"] == 10 + rank
-        assert out["unequal"].error == "MismatchError"
-        assert "model.net.head.weight: tied to model.net.embedding.weight" in out["unequal"].message
+    checkpoint.save(tmp_path / "unequal", {"model": apart})
+    with pytest.raises(MismatchError, match="model.net.head.weight: tied to model.net.embedding.weight"):
+        checkpoint.load(tmp_path / "unequal", {"model": both("other")})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import LayoutError
 from tests.distributed.cases import wrong_pairings
 from tests.distributed.net import HIDDEN, UNITS, Layout, Net, local, positions, reference
-from tests.distributed.outcomes import outcome
-from tests.launch import run_ranks
+from tests.launch import on_ranks, run_ranks
 from tests.tries import pairs
 
 ODD = (
@@ -84,7 +83,9 @@ def close(one: Made, at: list[torch.Tensor], other: list[dict[str, torch.Tensor]
     )
 
 
-def resume_job(folder: str) -> list[str]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_training_goes_on_where_it_was(tmp_path: Path):
     """Save in mid-training, right after an eval forward; go on in the same layout and in others."""
     world = dist.get_world_size()
     flat, grid = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rep", "dp"))
@@ -119,7 +120,7 @@ def resume_job(folder: str) -> list[str]:
         run[0].eval()
         with torch.no_grad():
             run[0](torch.arange(5))  # leaves FSDP2's root unsharded
-        checkpoint.save(Path(folder, kind), {"optimizer": run[1], "model": run[0]})
+        checkpoint.save(tmp_path / kind, {"optimizer": run[1], "model": run[0]})
         run[0].train()
         train(run, range(3, 5))
         wholes[kind] = [{key: whole(t) for key, t in of_one.items()} for of_one in tensors(run)]
@@ -127,19 +128,15 @@ def resume_job(folder: str) -> list[str]:
         target = made(loaded, "other")
         if saved == "ddp":
             train(target, range(1))  # one that has stepped
-        checkpoint.load(Path(folder, saved), {"optimizer": target[1], "model": target[0]})
+        checkpoint.load(tmp_path / saved, {"optimizer": target[1], "model": target[0]})
         train(target, range(3, 5))
         right = close(target, places[loaded], wholes[saved], exact=saved == loaded)
         wrong += [] if right else [f"{saved} to {loaded}"]
-    return wrong
+    assert not wrong
 
 
-@pytest.mark.slow
-def test_training_goes_on_where_it_was(tmp_path: Path):
-    assert run_ranks(resume_job, 4, str(tmp_path)) == [[]] * 4
-
-
-def stage_job(folder: str) -> list[Any]:
+@on_ranks(2)
+def test_stages_trained_by_a_schedule_and_stages_whose_names_clash(tmp_path: Path):
     """Two stages a rank, trained by torch's own schedule; then stages whose names clash."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     units = (("embedding", 0), (1,), (2,), (3, "head"))
@@ -158,53 +155,40 @@ def stage_job(folder: str) -> list[Any]:
     schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == world - 1 else {}))
     for optimizer in opts:
         optimizer.step()
-    state = {"model": made, "optimizer": opts}
-    checkpoint.save(Path(folder, "stages"), state, mesh={"pp": world})
-    placement = {p.axis: p for p in checkpoint.catalog(Path(folder, "stages")).tensor("model.layers.2.up.weight").placement or ()}
-    answers: list[Any] = [(placement["pp"].kind, placement["pp"].coords)]
+    checkpoint.save(tmp_path / "stages", {"model": made, "optimizer": opts}, mesh={"pp": world})
+    placement = {p.axis: p for p in checkpoint.catalog(tmp_path / "stages").tensor("model.layers.2.up.weight").placement or ()}
+    assert (placement["pp"].kind, placement["pp"].coords) == ("resident", (0,))
 
-    saved = checkpoint.read(Path(folder, "stages"))
+    saved = checkpoint.read(tmp_path / "stages")
     for stage, optimizer in zip(made, opts, strict=True):
         for name, p in stage.submod.named_parameters():
             assert torch.equal(saved[f"model.{name}"], p), name
             for key, value in optimizer.state[p].items() if p.requires_grad else ():
                 assert torch.equal(saved[f"optimizer.state.{name}.{key}"], value), (name, key)
     other = stages("other")
-    fresh = optimizers(other)
-    checkpoint.load(Path(folder, "stages"), {"model": other, "optimizer": fresh})
+    checkpoint.load(tmp_path / "stages", {"model": other, "optimizer": optimizers(other)})
     for got, wanted in zip([s.submod for s in other], [s.submod for s in made], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got.parameters(), wanted.parameters(), strict=True))
 
-    sequential = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    answers.append(
-        outcome(lambda: checkpoint.save(Path(folder, "clash"), {"model": PipelineStage(sequential, rank, world, device)}))
-    )
-    uneven = nn.Sequential(nn.Linear(3, 4 + rank))
-    answers.append(outcome(lambda: checkpoint.save(Path(folder, "clash"), {"model": uneven})))
-    answers.append(outcome(lambda: checkpoint.save(Path(folder, "clash"), {"model": [sequential, uneven]})))
-    answers.append(Path(folder, "clash", "catalog.msgpack").exists())
+    sequential, uneven = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 4 + rank))
+    shapes = r"different names(?s:.*)model.0.weight: rank 0 has F32 \(4, 3\), rank 1 has F32 \(5, 3\)"
+    for model, says in (
+        (PipelineStage(sequential, rank, world, device), "distinct names(?s:.*)model.0.weight"),
+        (uneven, shapes),
+        ([sequential, uneven], "model.0.weight"),  # both on each rank
+    ):
+        with pytest.raises(LayoutError, match=says):
+            checkpoint.save(tmp_path / "clash", {"model": model})
+    assert not (tmp_path / "clash" / "catalog.msgpack").exists()
 
     tied = nn.Module()  # the same name on first and last
     tied.embedding = nn.Parameter(reference("embedding", (5, 3)) + (0 if rank in (0, world - 1) else torch.nan))
-    checkpoint.save(Path(folder, "tied"), {"model": [tied] if rank in (0, world - 1) else []})
-    answers.append(torch.equal(checkpoint.read(Path(folder, "tied"))["model.embedding"], reference("embedding", (5, 3))))
-    return answers
+    checkpoint.save(tmp_path / "tied", {"model": [tied] if rank in (0, world - 1) else []})
+    assert torch.equal(checkpoint.read(tmp_path / "tied")["model.embedding"], reference("embedding", (5, 3)))
 
 
-def test_stages_trained_by_a_schedule_and_stages_whose_names_clash(tmp_path: Path):
-    for rank, (placement, same_shape, other_shape, one_rank, exists, tied) in enumerate(run_ranks(stage_job, 2, str(tmp_path))):
-        assert placement == ("resident", (0,))
-        assert same_shape.error == other_shape.error == one_rank.error == "LayoutError", rank
-        assert "model.0.weight" in same_shape.message
-        assert "distinct names" in same_shape.message
-        assert "model.0.weight: rank 0 has F32 (4, 3), rank 1 has F32 (5, 3)" in other_shape.message
-        assert "different names" in other_shape.message
-        assert "model.0.weight" in one_rank.message
-        assert not exists
-        assert tied
-
-
-def apart_job(folder: str) -> None:
+@on_ranks(4)
+def test_parts_of_a_job_save_and_load_at_the_same_time(tmp_path: Path):
     """Two halves of a job save at the same time, neither of them the first ranks in order; each half loads the other's."""
     rank = dist.get_rank()
     halves = [[0, 2], [1, 3]]
@@ -222,21 +206,17 @@ def apart_job(folder: str) -> None:
     for turn in range(3):
         net, optimizer = made(f"half {mine}")
         state = {"model": net, "optimizer": optimizer, "place": checkpoint.PerRank((mine, place, turn))}
-        checkpoint.save(Path(folder, str(mine)), state, process_group=groups[mine], mesh=meshes[mine])
+        checkpoint.save(tmp_path / str(mine), state, process_group=groups[mine], mesh=meshes[mine])
         dist.barrier()
         other, fresh = made("blank")
         position = checkpoint.PerRank(None)
         state = {"model": other, "optimizer": fresh, "place": position}
-        checkpoint.load(Path(folder, str(1 - mine)), state, process_group=groups[mine])
+        checkpoint.load(tmp_path / str(1 - mine), state, process_group=groups[mine])
         assert position.value == (1 - mine, place, turn)
         wanted, _ = made(f"half {1 - mine}")
         for got, value in zip(other.parameters(), wanted.parameters(), strict=True):
             assert torch.equal(local(got), local(value))
             assert not got.requires_grad or torch.equal(local(fresh.state[got]["exp_avg"]), local(value))
         dist.barrier()
-    catalog = checkpoint.catalog(Path(folder, "1"))
+    catalog = checkpoint.catalog(tmp_path / "1")
     assert (catalog.mesh.axes, catalog.mesh.sizes, {f.rank for f in catalog.files}) == (("dp",), (2,), {0, 1})
-
-
-def test_parts_of_a_job_save_and_load_at_the_same_time(tmp_path: Path):
-    run_ranks(apart_job, 4, str(tmp_path))

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.saving import agreement
 from reshard_ckpt.errors import LayoutError
-from tests.launch import run_ranks
+from tests.launch import on_ranks, run_ranks
 
 RANKS = 4
 ROWS = 8
@@ -88,47 +89,32 @@ def test_plans_are_used_again_for_the_same_layout_of_all_ranks_alone(tmp_path: P
         assert checkpoint.verify(tmp_path / str(step)).ok
 
 
-def differing(folder: str) -> tuple[str, int]:
+@on_ranks(RANKS)
+def test_values_are_compared_at_every_save(tmp_path: Path) -> None:
     """A value that differs on one rank is found with a kept plan too, and the next save is none the worse."""
-    saver = Saver(folder)
-    saver.save([0, 2, 4, 6, 8])
-    wrong = state(2, [0, 2, 4, 6, 8])
+    saver, even = Saver(str(tmp_path)), [0, 2, 4, 6, 8]
+    saver.save(even)
+    wrong = state(2, even)
     if dist.get_rank() == 3:
         wrong["extra"]["step"] = 99
-    try:
-        checkpoint.save(Path(folder, "wrong"), wrong)
-        message = "no error"
-    except LayoutError as error:
-        message = str(error)
-    saver.save([0, 2, 4, 6, 8])
-    return message, saver.counts[-1][0]
-
-
-def test_values_are_compared_at_every_save(tmp_path: Path) -> None:
-    for message, plans in run_ranks(differing, RANKS, str(tmp_path)):
-        assert "extra.step: rank 0 has 2, rank 3 has 99" in message
-        assert plans == 0
-    assert not (tmp_path / "wrong").exists() or not (tmp_path / "wrong" / "catalog.msgpack").exists()
+    with pytest.raises(LayoutError, match="extra.step: rank 0 has 2, rank 3 has 99"):
+        checkpoint.save(tmp_path / "wrong", wrong)
+    assert not (tmp_path / "wrong" / "catalog.msgpack").exists()
+    saver.save(even)
+    assert saver.counts[-1][0] == 0
     assert checkpoint.read(tmp_path / "2")["extra.step"] == 2
 
 
-def groups(folder: str) -> list[int]:
-    """Halves of the job, which save at the same time: each has its own ranks, and so its own plans."""
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    half = dist.get_rank() // 2
-    plans = []
-    for step in range(2):
-        with count("plan_save") as counted:
-            tensor = torch.full((4,), float(10 * half + step))
-            shard = LocalShard(tensor[: 2 + half].clone(), (4,), (0,)) if dist.get_rank() % 2 == 0 else None
-            rest = LocalShard(tensor[2 + half :].clone(), (4,), (2 + half,)) if shard is None else shard
-            checkpoint.save(Path(folder, f"{half}-{step}"), {"t": {"x": rest}}, process_group=halves[half])
-        plans.append(counted.call_count)
-    return plans
-
-
+@on_ranks(RANKS)
 def test_process_groups_have_their_own_plans(tmp_path: Path) -> None:
-    assert run_ranks(groups, RANKS, str(tmp_path)) == [[1, 0], [0, 0], [1, 0], [0, 0]]
-    for half in range(2):
-        for step in range(2):
-            assert checkpoint.read(tmp_path / f"{half}-{step}")["t.x"].tolist() == [10 * half + step] * 4
+    """Halves of the job save at the same time: each has its own ranks, and so its own plans."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half, is_first = dist.get_rank() // 2, dist.get_rank() % 2 == 0
+    for step in range(2):
+        path, tensor = tmp_path / f"{half}-{step}", torch.full((4,), float(10 * half + step))
+        part = tensor[: 2 + half] if is_first else tensor[2 + half :]
+        with count("plan_save") as counted:
+            shard = LocalShard(part.clone(), (4,), (0 if is_first else 2 + half,))
+            checkpoint.save(path, {"t": {"x": shard}}, process_group=halves[half])
+        assert counted.call_count == (is_first and step == 0)
+        assert torch.equal(checkpoint.read(path)["t.x"], tensor)

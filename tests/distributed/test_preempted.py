@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,51 +12,36 @@ import torch.distributed as dist
 
 from reshard_ckpt.checkpoint import Manager
 from reshard_ckpt.errors import UsageError
-from tests.distributed.outcomes import Outcome, outcome
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 
-def loop(root: str) -> tuple[int, bool, bool]:
+@on_ranks(4)
+def test_all_ranks_are_preempted_at_the_same_read(tmp_path: Path):
     """Read until told, rank r beginning 500 × r reads ahead; rank 2 gets the signal, when all have come that far."""
     rank = dist.get_rank()
-    with Manager(root) as manager:
+    with Manager(tmp_path / "run") as manager:
         before = signal.getsignal(signal.SIGTERM)
-        early = any(manager.preempted for _ in range(1 + 500 * rank))
-        steps = 1 + 500 * rank
+        assert not any(manager.preempted for _ in range(1 + 500 * rank))
+        steps = 2 + 500 * rank
         dist.barrier()
         if rank == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         while not manager.preempted:
             steps += 1
         assert manager.preempted
-        handled = signal.getsignal(signal.SIGTERM) != before
+        assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
-    return steps + 1, early, handled
+    of_ranks = [0] * 4
+    dist.all_gather_object(of_ranks, steps)
+    assert of_ranks == [steps] * 4
+    assert steps > 1501
 
 
-def test_all_ranks_are_preempted_at_the_same_read(tmp_path: Path):
-    found = run_ranks(loop, 4, str(tmp_path / "run"))
-    assert len({step for step, _, _ in found}) == 1, found
-    assert found[0][0] > 1501
-    assert all(handled and not early for _, early, handled in found)
-
-
-def elsewhere(root: str) -> Outcome:
-    """Rank 1 reads first in another thread, where no handler can be set; all are told."""
-    with Manager(root) as manager:
-        if dist.get_rank() == 0:
-            return outcome(lambda: manager.preempted)
-        found: list[Outcome] = []
-        thread = threading.Thread(target=lambda: found.append(outcome(lambda: manager.preempted)))
-        thread.start()
-        thread.join()
-        return found[0]
-
-
+@on_ranks(2)
 def test_a_first_read_outside_the_main_thread_is_an_error_on_all_ranks(tmp_path: Path):
-    for found in run_ranks(elsewhere, 2, str(tmp_path / "run")):
-        assert found.error == "UsageError"
-        assert "main thread" in found.message
+    """Rank 1 reads first in another thread, where no handler can be set; all are told."""
+    with Manager(tmp_path / "run") as manager, ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="main thread"):
+        _ = pool.submit(lambda: manager.preempted).result() if dist.get_rank() else manager.preempted
 
 
 def test_alone_the_signal_is_seen_at_the_next_read_and_the_handler_of_before_comes_back(tmp_path: Path):

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import loading
 from reshard_ckpt.engine.common.mover import Mover
-from reshard_ckpt.errors import CheckpointNotFound, StorageError
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from reshard_ckpt.storage.local import LocalStorage
 from tests.distributed.cases import Case
 from tests.distributed.lives import KILLED, Life, run_lives
@@ -34,7 +34,7 @@ from tests.distributed.net import STEP, Layout, blank
 from tests.distributed.outcomes import Outcome, outcome
 from tests.distributed.test_live import Held, held_by
 from tests.helpers import position_values
-from tests.launch import run_ranks
+from tests.launch import on_ranks, run_ranks
 from tests.tries import is_long
 
 SIZE = 4
@@ -338,97 +338,79 @@ def test_survivor_killed_in_the_recovery_is_left_out_and_fewer_ranks_recover_all
         assert (report.step, step, report.went_back, report.bytes_from["store"]) == (2, 2, "", 0)
 
 
-def disagreeing_job(folder: str) -> list[Any]:
-    """Survivors that cannot go on together: all ranks go back to the newest whole checkpoint."""
-    rank, answers = dist.get_rank(), []
-    with checkpoint.Manager(Path(folder, "run")) as manager:
-        training = Training(None)
-        training.train(2)
-        manager.save(2, training.state)
-        wanted = training.whole()
-        training.train(3)
-        # Rank 1 has counted a step that the others have not.
-        training.state["step"] += rank == 1
-        report = checkpoint.recover(training.state, alive=True, manager=manager)
-        answers.append((report, same(training.whole(), wanted), training.state["step"]))
-        # The state of rank 1 differs in a bit, at the same step.
-        training.train(3)
-        with torch.no_grad():
-            training.model[0].weight[0, 0] += rank == 1
-        report = checkpoint.recover(training.state, alive=True, manager=manager)
-        answers.append((report, same(training.whole(), wanted), training.state["step"]))
-        # Going back fails once tensors are overwritten: no state counts as alive, though each is said to be.
-        training.state["step"] += rank == 1
-        with mock.patch.object(loading, "fetch", failing_after(loading.fetch)):
-            answers.append(outcome(lambda: checkpoint.recover(training.state, alive=True, manager=manager)))
-        training.state["step"] = 3
-        report = checkpoint.recover(training.state, alive=True, manager=manager)
-        answers.append((report, same(training.whole(), wanted), training.state["step"]))
-    return answers
+def fetch_fails() -> Any:
+    """A storage that fails once all is read."""
+    fetch = loading.fetch
 
-
-def failing_after(fetch: Callable[..., Any]) -> Callable[..., Any]:
     def fails(*args: Any, **kwargs: Any) -> Any:
         fetch(*args, **kwargs)
         raise StorageError("the device failed")
 
-    return fails
+    return mock.patch.object(loading, "fetch", fails)
 
 
+@on_ranks(3)
 def test_survivors_that_disagree_or_are_torn_go_back_to_the_newest_checkpoint(tmp_path: Path):
-    for stepped, differs, fails, torn in run_ranks(disagreeing_job, 3, str(tmp_path)):
-        for (report, is_right, step), why in (
-            (stepped, "the survivors are not at one step: step is 3 on rank 0, 4 on rank 1"),
-            (differs, "model.0.weight"),
-            (torn, "no rank's state is alive"),
-        ):
+    rank, training = dist.get_rank(), Training(None)
+    with checkpoint.Manager(tmp_path / "run") as manager:
+        training.train(2)
+        manager.save(2, training.state)
+        wanted = training.whole()
+
+        def goes_back(why: str) -> None:
+            report = checkpoint.recover(training.state, alive=True, manager=manager)
             assert why in report.went_back
-            assert (is_right, step, report.step) == (True, 2, 2)
+            assert (same(training.whole(), wanted), training.state["step"], report.step) == (True, 2, 2)
             assert report.bytes_from["store"] == sum(report.bytes_from.values()) > 0
-        assert fails.error == "StorageError", fails
+
+        training.train(3)
+        training.state["step"] += rank == 1  # rank 1 has counted a step that the others have not
+        goes_back("the survivors are not at one step: step is 3 on rank 0, 4 on rank 1")
+        training.train(3)
+        with torch.no_grad():  # the state of rank 1 differs in a bit, at the same step
+            training.model[0].weight[0, 0] += rank == 1
+        goes_back("model.0.weight")
+        # Going back fails once tensors are overwritten: no state counts as alive, though each is said to be.
+        training.state["step"] += rank == 1
+        with fetch_fails(), pytest.raises(StorageError):
+            checkpoint.recover(training.state, alive=True, manager=manager)
+        training.state["step"] = 3
+        goes_back("no rank's state is alive")
 
 
-def lost_job(folder: str) -> list[Any]:
-    """Two replicas of each other are lost: the memory of nodes has the step, then only the store has it, then nothing has it."""
-    rank, answers = dist.get_rank(), []
-    memory = checkpoint.Memory(copies=0, folder=folder + "/memory")
-    with checkpoint.Manager(Path(folder, "run"), memory=memory, persist_every=1000) as manager:
+@on_ranks(SIZE)
+def test_replicas_that_are_lost_together_come_from_memory_then_the_store_then_an_older_step(tmp_path: Path):
+    rank = dist.get_rank()
+    memory = checkpoint.Memory(copies=0, folder=str(tmp_path / "memory"))
+    with checkpoint.Manager(tmp_path / "run", memory=memory, persist_every=1000) as manager:
         old = Training((2, 2))
         old.state["own"] = checkpoint.PerRank(rank)
-        for in_memory, saved in ((True, 2), (False, 3), (False, 4)):
+        for saved, step, tier in ((2, 2, "memory"), (3, 3, "store"), (4, 5, "store")):
             old.train(saved)
             wanted = old.whole()
-            if in_memory:
+            if tier == "memory":
                 manager.async_save(saved, old.state).result()
             else:
                 manager.save(saved, old.state)
-            at = saved + (saved == 4)
-            old.train(at)
-            dead = rank in (0, 2)
+            old.train(step)
             new = Training((2, 2))
             new.state["own"] = checkpoint.PerRank(None)
-            report = checkpoint.recover(new.state, alive=False if dead else old.state, manager=manager)
-            answers.append((report, same(new.whole(), wanted), new.state["step"], new.state["own"].value))
-            old = new
-    return answers
-
-
-def test_replicas_that_are_lost_together_come_from_memory_then_the_store_then_an_older_step(tmp_path: Path):
-    for rank, (memory, store, older) in enumerate(run_ranks(lost_job, SIZE, str(tmp_path))):
-        for (report, is_right, step, own), tier, at in ((memory, "memory", 2), (store, "store", 3), (older, "store", 4)):
-            assert (is_right, step, report.step, own) == (True, at, at, rank)
+            report = checkpoint.recover(new.state, alive=False if rank in (0, 2) else old.state, manager=manager)
+            assert (same(new.whole(), wanted), new.state["step"], report.step) == (True, saved, saved)
+            assert new.state["own"].value == rank
             used = {source for source, num in report.bytes_from.items() if num}
-            assert used == ({tier} if at == 4 else {"self", "rank", tier})
-        assert "there is no checkpoint of their step 5" in older[0].went_back
-        assert memory[0].went_back == store[0].went_back == ""
+            assert used == ({"self", "rank", tier} if step == saved else {tier})
+            assert "there is no checkpoint of their step 5" in report.went_back if step != saved else not report.went_back
+            old = new
 
 
-def other_node_job(folder: str) -> Any:
+@on_ranks(SIZE)
+def test_part_whose_node_is_gone_comes_from_the_memory_of_another_node(tmp_path: Path):
     """Two replicas of each other are lost, one of them with its node: its part is in the memory of the other node alone."""
     rank = dist.get_rank()
-    node = Path(folder, f"node{rank // 2}")
+    node = tmp_path / f"node{rank // 2}"
     memory = checkpoint.Memory(copies=1, folder=str(node))
-    with checkpoint.Manager(Path(folder, "run"), memory=memory, persist_every=1000) as manager:
+    with checkpoint.Manager(tmp_path / "run", memory=memory, persist_every=1000) as manager:
         old = Training((2, 2))
         old.train(2)
         wanted = old.whole()
@@ -437,21 +419,17 @@ def other_node_job(folder: str) -> Any:
     if rank == 0:
         shutil.rmtree(node)
     dist.barrier()
-    with checkpoint.Manager(Path(folder, "run"), memory=memory, persist_every=1000) as manager:
+    with checkpoint.Manager(tmp_path / "run", memory=memory, persist_every=1000) as manager:
         new = Training((2, 2))
         report = checkpoint.recover(new.state, alive=False if rank in (0, 2) else old.state, manager=manager)
-    return report, same(new.whole(), wanted)
+    assert (same(new.whole(), wanted), report.step, report.went_back) == (True, 2, "")
+    # Ranks 0 and 2 want the same part, which the copy on the other node alone has: none of it is in the store.
+    assert report.bytes_from["peer"] > 0 == report.bytes_from["store"]
 
 
-def test_part_whose_node_is_gone_comes_from_the_memory_of_another_node(tmp_path: Path):
-    for report, is_right in run_ranks(other_node_job, SIZE, str(tmp_path)):
-        assert (is_right, report.step, report.went_back) == (True, 2, "")
-        # Ranks 0 and 2 want the same part, which the copy on the other node alone has: none of it is in the store.
-        assert report.bytes_from["peer"] > 0 == report.bytes_from["store"]
-
-
-def zero_job(folder: str, dead: tuple[int, ...]) -> Any:
-    """ZeroRedundancyOptimizer: the state of each parameter is on one rank alone, and a dead rank's comes from the checkpoint."""
+@pytest.mark.parametrize("dead", [(3,), (2, 3)], ids=["one dead", "a node dead"])
+@on_ranks(SIZE)
+def test_state_that_zero_redundancy_optimizer_has_on_one_rank_comes_from_the_checkpoint(tmp_path: Path, dead: tuple[int, ...]):
     rank = dist.get_rank()
 
     def made() -> tuple[dict[str, Any], Callable[[int, int], None], ZeroRedundancyOptimizer]:
@@ -474,42 +452,32 @@ def zero_job(folder: str, dead: tuple[int, ...]) -> Any:
         own = [value.clone() for held in optimizer.optim.state.values() for _, value in sorted(held.items())]
         return [*(parameter.detach().clone() for parameter in state["model"].parameters()), *own]
 
-    state, train, optimizer = made()
+    old, train, optimizer = made()
     train(0, 2)
-    checkpoint.save(f"{folder}/saved", state)
-    old, wanted = state, values(state, optimizer)
+    checkpoint.save(tmp_path / "saved", old)
+    wanted = values(old, optimizer)
     own_bytes = sum(value.nbytes for held in optimizer.optim.state.values() for value in held.values())
+    lost = torch.tensor(own_bytes if rank in dead else 0)
+    dist.all_reduce(lost)
     state, train, optimizer = made()
-    report = checkpoint.recover(state, alive=False if rank in dead else old, path=f"{folder}/saved")
+    report = checkpoint.recover(state, alive=False if rank in dead else old, path=tmp_path / "saved")
     found = values(state, optimizer)
-    is_right = len(found) == len(wanted) > 8 and all(map(torch.equal, found, wanted))
+    assert len(found) == len(wanted) > 8
+    assert all(map(torch.equal, found, wanted))
+    assert (report.step, report.went_back) == (2, "")
+    assert report.bytes_from["store"] == lost > 0
     train(2, 3)  # it goes on
-    return report, is_right, own_bytes if rank in dead else 0
 
 
-@pytest.mark.parametrize("dead", [(3,), (2, 3)], ids=["one dead", "a node dead"])
-def test_state_that_zero_redundancy_optimizer_has_on_one_rank_comes_from_the_checkpoint(tmp_path: Path, dead: tuple[int, ...]):
-    answers = run_ranks(zero_job, SIZE, str(tmp_path), dead)
-    lost = sum(own_bytes for *_, own_bytes in answers)
-    for report, is_right, _ in answers:
-        assert (is_right, report.step, report.went_back) == (True, 2, "")
-        assert report.bytes_from["store"] == lost > 0
-
-
-def own_values_job() -> list[Any]:
-    """A rank is lost, and with it the only copy of its value."""
+@on_ranks(3)
+def test_value_of_each_rank_that_is_lost_is_named_and_kept_fresh():
     rank = dist.get_rank()
     state = {"w": torch.ones(3) if rank != 1 else torch.zeros(3), "own": checkpoint.PerRank(10 * rank), "step": 3}
     if rank == 1:
         state |= {"own": checkpoint.PerRank("fresh"), "step": 0}
     report = checkpoint.recover(state, alive=rank != 1)
-    return [report.lost_values, state["own"].value, state["step"]]
-
-
-def test_value_of_each_rank_that_is_lost_is_named_and_kept_fresh():
-    for rank, (lost, own, step) in enumerate(run_ranks(own_values_job, 3)):
-        assert lost == ("own: rank 1 keeps the value that it has, as its own is lost",)
-        assert (own, step) == ("fresh" if rank == 1 else 10 * rank, 3)
+    assert report.lost_values == ("own: rank 1 keeps the value that it has, as its own is lost",)
+    assert (state["own"].value, state["step"]) == ("fresh" if rank == 1 else 10 * rank, 3)
 
 
 def own_of(rank: int, size: int, step: int) -> dict[str, Any]:
@@ -523,29 +491,25 @@ def own_of(rank: int, size: int, step: int) -> dict[str, Any]:
     }
 
 
-def numbers_job(folder: str) -> list[Any]:
+@on_ranks(SIZE)
+def test_values_of_ranks_that_have_other_numbers_than_in_the_checkpoint_are_kept_and_named(tmp_path: Path):
     """Parts and values of ranks 2 are lost. Two new processes make 4 ranks of 3; or the last rank of 4 gets number 2."""
-    rank, answers = dist.get_rank(), []
-    for size, olds in ((3, [0, 1]), (4, [0, 1, 3])):
+    rank = dist.get_rank()
+    for size, olds, new, values in (
+        (3, [0, 1], [2, 3], ["of 0", "of 1", None, None]),
+        (4, [0, 1, 3], [3], ["of 0", "of 1", "of 3", None]),
+    ):
         group = dist.new_group(list(range(size)))
         if rank < size:
-            checkpoint.save(f"{folder}/{size}", own_of(rank, size, 5), process_group=group)
+            checkpoint.save(tmp_path / str(size), own_of(rank, size, 5), process_group=group)
         dist.barrier()
         state = own_of(rank, SIZE, 0)
         old = own_of(olds[rank], size, 5) if rank < len(olds) else False
-        report = checkpoint.recover(state, alive=old, path=f"{folder}/{size}")
-        answers.append((report.went_back, report.lost_values, state["w"].tensor.tolist(), state["own"].value))
-    return answers
-
-
-def test_values_of_ranks_that_have_other_numbers_than_in_the_checkpoint_are_kept_and_named(tmp_path: Path):
-    for rank, answers in enumerate(run_ranks(numbers_job, SIZE, str(tmp_path))):
-        for (went_back, lost, part, own), new, values in zip(
-            answers, ([2, 3], [3]), (["of 0", "of 1", None, None], ["of 0", "of 1", "of 3", None]), strict=True
-        ):
-            assert (went_back, part) == ("", [3.0 * rank + i for i in range(3)])
-            assert lost == tuple(f"own: rank {n} keeps the value that it has, as its own is lost" for n in new)
-            assert own == values[rank]
+        report = checkpoint.recover(state, alive=old, path=tmp_path / str(size))
+        assert report.went_back == ""
+        assert report.lost_values == tuple(f"own: rank {n} keeps the value that it has, as its own is lost" for n in new)
+        assert state["w"].tensor.tolist() == [3.0 * rank + i for i in range(3)]
+        assert state["own"].value == values[rank]
 
 
 class Tables:
@@ -577,10 +541,11 @@ class Tables:
         return all(bool((tensor == 100 * step + salt).all()) for salt, tensor in chosen)
 
 
-def partial_job(folder: str) -> list[Any]:
+@on_ranks(SIZE)
+def test_partial_recovery_takes_lost_rows_of_tables_alone_from_the_checkpoint(tmp_path: Path):
     """Rank 3 is lost with its rows of the table at step 5, and the newest checkpoint is of step 2."""
-    rank, path = dist.get_rank(), Path(folder, "step_2")
-    answers: list[Any] = []
+    rank, path = dist.get_rank(), tmp_path / "step_2"
+    rows = 3 * 3 * 4  # bytes of a rank's part of the table
     for divides_dense in (False, True):
         job = Tables(divides_dense=divides_dense)
         job.fill(2)
@@ -590,31 +555,25 @@ def partial_job(folder: str) -> list[Any]:
         job = fresh if rank == 3 else job
         options = {"alive": rank != 3, "path": path, "policy": "partial"}
         if divides_dense:
-            answers.append(outcome(lambda: checkpoint.recover(job.state, **options)))  # noqa: B023
+            with pytest.raises(UsageError, match=r"model.dense.weight(?s:.*)allow_mixed=True"):
+                checkpoint.recover(job.state, **options)
             options["allow_mixed"] = True
         report = checkpoint.recover(job.state, **options)
-        is_right = job.is_filled(5) if rank != 3 else job.is_filled(2, "table") and job.is_filled(5, "dense.bias")
-        answers.append((report, is_right and job.is_filled(2 if divides_dense and rank == 3 else 5, "dense.weight")))
-        answers.append(job.state["step"])
-    return answers
+        assert job.is_filled(5) if rank != 3 else job.is_filled(2, "table") and job.is_filled(5, "dense.bias")
+        assert job.is_filled(2 if divides_dense and rank == 3 else 5, "dense.weight")
+        if divides_dense:
+            mixed = {name for name in report.steps if "dense" in name}
+            assert mixed == {"model.dense.weight", "optimizer.state.dense.weight.sum"}
+        else:
+            assert (job.state["step"], report.step) == (5, 5)
+            assert report.steps == {"model.table.weight": (2, 5), "optimizer.state.table.weight.sum": (2, 5)}
+            assert report.bytes_from["store"] == 2 * rows
+            assert report.pls == pytest.approx(2 * rows / sum(report.bytes_from.values()) * (5 - 2) / 5)
 
 
-def test_partial_recovery_takes_lost_rows_of_tables_alone_from_the_checkpoint(tmp_path: Path):
-    rows = 3 * 3 * 4  # bytes of a rank's part of the table
-    for (report, is_right), step, refused, (mixed, is_mixed_right), _ in run_ranks(partial_job, SIZE, str(tmp_path)):
-        assert (is_right, is_mixed_right, step, report.step) == (True, True, 5, 5)
-        assert report.steps == {"model.table.weight": (2, 5), "optimizer.state.table.weight.sum": (2, 5)}
-        assert report.bytes_from["store"] == 2 * rows
-        assert report.pls == pytest.approx(2 * rows / sum(report.bytes_from.values()) * (5 - 2) / 5)
-        assert refused.error == "UsageError"
-        assert "model.dense.weight" in refused.message
-        assert "allow_mixed=True" in refused.message
-        assert {name for name in mixed.steps if "dense" in name} == {
-            "model.dense.weight", "optimizer.state.dense.weight.sum"
-        }  # fmt: skip
-
-
-def older_rows_job(folder: str, key: str, policy: str) -> Any:
+@pytest.mark.parametrize(("key", "policy"), [("model", "exact"), ("my: model", "exact"), ("model", "partial")])
+@on_ranks(SIZE)
+def test_checkpoint_with_older_rows_fills_lost_rows_alone_and_none_in_an_exact_recovery(tmp_path: Path, key: str, policy: str):
     """Rank 3 is lost with its rows of a table, and the checkpoint of this step has a part of the rows of the table alone."""
     rank = dist.get_rank()
 
@@ -625,34 +584,27 @@ def older_rows_job(folder: str, key: str, policy: str) -> Any:
 
     job, fresh = made(), made()
     rows = checkpoint.TouchedRows(job.model["table"], policy="most_used", fraction=0.25)
-    checkpoint.save(f"{folder}/full", job.state, rows=rows)
+    checkpoint.save(tmp_path / "full", job.state, rows=rows)
     indices = distribute_tensor(torch.arange(12), init_device_mesh("cpu", (SIZE,)), [Replicate()])
     for step in (1, 2):
         job.optimizer.zero_grad()
         job.model["table"](indices[step:]).full_tensor().sum().backward()
         job.optimizer.step()
         job.state["step"] = step
-    checkpoint.save(f"{folder}/rows", job.state, base=f"{folder}/full", rows=rows)
+    checkpoint.save(tmp_path / "rows", job.state, base=tmp_path / "full", rows=rows)
     own = job.tensors()["model.table.weight"].clone()
     job = fresh if rank == 3 else job
-    report = checkpoint.recover(job.state, alive=rank != 3, path=f"{folder}/rows", policy=policy)
+    report = checkpoint.recover(job.state, alive=rank != 3, path=tmp_path / "rows", policy=policy)
     name = f"{key}.table.weight"
-    saved, found = checkpoint.read(f"{folder}/rows", [name])[name].chunk(SIZE)[rank], job.tensors()["model.table.weight"]
-    return report, torch.equal(found, saved), torch.equal(found, own)
-
-
-@pytest.mark.parametrize("key", ["model", "my: model"])
-def test_exact_recovery_fills_no_table_from_a_checkpoint_with_older_rows(tmp_path: Path, key: str):
-    for report, is_as_saved, _ in run_ranks(older_rows_job, SIZE, str(tmp_path), key, "exact"):
-        assert f"{key}.table.weight" in report.went_back
+    saved = checkpoint.read(tmp_path / "rows", [name])[name].chunk(SIZE)[rank]
+    assert report.step == 2
+    if policy == "exact":
+        assert name in report.went_back
         assert "most_used, 0.25 of the rows" in report.went_back
-        assert (is_as_saved, report.step) == (True, 2)
-
-
-def test_partial_recovery_keeps_rows_that_are_newer_than_those_in_the_checkpoint_of_their_step(tmp_path: Path):
-    for rank, (report, is_as_saved, is_own) in enumerate(run_ranks(older_rows_job, SIZE, str(tmp_path), "model", "partial")):
-        assert (report.went_back, report.step) == ("", 2)
-        assert is_as_saved if rank == 3 else is_own
+    else:
+        assert report.went_back == ""
+    kept = policy == "partial" and rank != 3
+    assert torch.equal(job.tensors()["model.table.weight"], own if kept else saved)
 
 
 def on_rank_3(step: int, lr: float = 0.5, *, has_value: bool = False) -> dict[str, Any]:
@@ -672,47 +624,42 @@ def on_rank_3(step: int, lr: float = 0.5, *, has_value: bool = False) -> dict[st
     return {"all": {"stages": [model]}, **optimizers, "step": step, **own}
 
 
-def lost_alone_job(folder: str) -> list[Any]:
+@on_ranks(SIZE)
+def test_partial_recovery_restores_hyperparameters_and_refuses_to_mix_values(tmp_path: Path):
     """Rank 3 is lost with whole tables and their hyperparameters; then with a value that no other rank has."""
-    rank, answers = dist.get_rank(), []
+    rank = dist.get_rank()
+    names = (
+        "all.stages.apart.weight",
+        "all.stages.table.weight",
+        "optimizer.state.table.weight.step",
+        "optimizer.state.table.weight.sum",
+        "other.param_groups",
+        "other.state.apart.weight.step",
+        "other.state.apart.weight.sum",
+    )
     for has_value in (False, True):
-        path = f"{folder}/{has_value}"
+        path = tmp_path / str(has_value)
         checkpoint.save(path, on_rank_3(2, 0.2, has_value=has_value))
         state = on_rank_3(0, has_value=has_value) if rank == 3 else on_rank_3(5, 0.1)
         options = {"alive": rank != 3, "path": path, "policy": "partial"}
         if has_value:
-            answers.append(outcome(lambda: checkpoint.recover(state, **options)))  # noqa: B023
+            with pytest.raises(UsageError, match="schedule.at: lost"):
+                checkpoint.recover(state, **options)
             options["allow_mixed"] = True
         report = checkpoint.recover(state, **options)
-        optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
-        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-        answers.append(
-            (report.went_back, report.steps, rates, [float(p.flatten()[0]) for p in state["all"]["stages"][0].parameters()])
-        )
-    return [*answers, state.get("schedule")]
+        assert report.steps == dict.fromkeys((*names, "schedule.at") if has_value else names, (2,))
+        if not has_value:
+            assert report.went_back == ""
+            optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+            rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+            assert rates == [0.1, *([0.1, 0.2] if rank == 3 else [])]  # those of the tables at step 2 were 0.2 / 2 and 0.2
+            weights = [float(p.flatten()[0]) for p in state["all"]["stages"][0].parameters()]
+            assert weights == [5.0, 5.0, *([2.0, 2.0] if rank == 3 else [])]
+    assert state.get("schedule") == ({"at": 2} if rank == 3 else None)
 
 
-def test_partial_recovery_restores_hyperparameters_and_refuses_to_mix_values(tmp_path: Path):
-    for rank, answers in enumerate(run_ranks(lost_alone_job, SIZE, str(tmp_path))):
-        (went_back, steps, rates, weights), refused, (_, mixed, _, _), schedule = answers
-        names = (
-            "all.stages.apart.weight",
-            "all.stages.table.weight",
-            "optimizer.state.table.weight.step",
-            "optimizer.state.table.weight.sum",
-        )
-        others = "other.param_groups", "other.state.apart.weight.step", "other.state.apart.weight.sum"
-        wanted = dict.fromkeys((*names, *others), (2,))
-        assert (went_back, steps) == ("", wanted)
-        assert rates == [0.1, *([0.1, 0.2] if rank == 3 else [])]  # those of the tables at step 2 were 0.2 / 2 and 0.2
-        assert weights == [5.0, 5.0, *([2.0, 2.0] if rank == 3 else [])]
-        assert refused.error == "UsageError"
-        assert "schedule.at: lost" in refused.message
-        assert mixed == {**wanted, "schedule.at": (2,)}
-        assert schedule == ({"at": 2} if rank == 3 else None)
-
-
-def stateless_job(folder: str) -> Any:
+@on_ranks(SIZE)
+def test_partial_recovery_goes_back_where_the_checkpoint_lacks_a_lost_part(tmp_path: Path):
     """Rank 3 is lost with its rows after the first step; the only checkpoint is older than the state of the optimizer."""
     rank = dist.get_rank()
 
@@ -723,65 +670,50 @@ def stateless_job(folder: str) -> Any:
         return {"all": [table], "optimizer": torch.optim.Adam(table.parameters()), "step": 0}
 
     state, fresh = made(), made()
-    checkpoint.save(f"{folder}/step_0", state)
+    checkpoint.save(tmp_path / "step_0", state)
     weight = state["all"][0].weight
     weight.grad = torch.ones_like(weight)
     state["optimizer"].step()
     state["step"] = 1
     state = fresh if rank == 3 else state
-    report = checkpoint.recover(state, alive=rank != 3, path=f"{folder}/step_0", policy="partial")
-    return report.went_back, state["step"], len(state["optimizer"].state)
+    report = checkpoint.recover(state, alive=rank != 3, path=tmp_path / "step_0", policy="partial")
+    assert "optimizer.state.weight.exp_avg" in report.went_back
+    assert (state["step"], len(state["optimizer"].state)) == (0, 0)
 
 
-def test_partial_recovery_goes_back_where_the_checkpoint_lacks_a_lost_part(tmp_path: Path):
-    for went_back, step, num_states in run_ranks(stateless_job, SIZE, str(tmp_path)):
-        assert "optimizer.state.weight.exp_avg" in went_back
-        assert (step, num_states) == (0, 0)
-
-
-def torn_job(folder: str) -> Any:
-    """A state that a failed recovery has overwritten is passed as the old state of a new one."""
+@on_ranks(3)
+def test_overwritten_state_does_not_count_as_the_old_state_of_a_survivor(tmp_path: Path):
     old = Training(None)
     old.train(2)
-    checkpoint.save(f"{folder}/step_2", old.state)
+    checkpoint.save(tmp_path / "step_2", old.state)
     wanted = old.whole()
     old.train(3)
     old.state["step"] += dist.get_rank() == 1
-    with mock.patch.object(loading, "fetch", failing_after(loading.fetch)):
-        fails = outcome(lambda: checkpoint.recover(old.state, alive=True, path=f"{folder}/step_2"))
+    with fetch_fails(), pytest.raises(StorageError):
+        checkpoint.recover(old.state, alive=True, path=tmp_path / "step_2")
     old.state["step"] = 3
-    answers = []
-    for _ in range(2):
+    for went_back in ("no rank's state is alive", ""):
         new = Training(None)
-        report = checkpoint.recover(new.state, alive=old.state, path=f"{folder}/step_2")
-        answers.append((report.went_back, new.state["step"], same(new.whole(), wanted)))
+        report = checkpoint.recover(new.state, alive=old.state, path=tmp_path / "step_2")
+        assert (report.went_back, new.state["step"], same(new.whole(), wanted)) == (went_back, 2, True)
         old = new
-    return fails.error, answers
 
 
-def test_overwritten_state_does_not_count_as_the_old_state_of_a_survivor(tmp_path: Path):
-    for error, answers in run_ranks(torn_job, 3, str(tmp_path)):
-        assert error == "StorageError"
-        assert answers == [("no rank's state is alive", 2, True), ("", 2, True)]
-
-
-def steps_job(folder: str) -> Any:
-    """Of three survivors that hold different tensors, the first does not say its step."""
+@on_ranks(3)
+def test_steps_are_compared_though_the_first_survivor_says_none():
+    """The survivors hold different tensors."""
     rank = dist.get_rank()
-    return outcome(lambda: checkpoint.recover({f"w{rank}": torch.ones(2)}, alive=True, step=(None, 3, 4)[rank]))
+    with pytest.raises(CheckpointError, match="step is 3 on rank 1, 4 on rank 2"):
+        checkpoint.recover({f"w{rank}": torch.ones(2)}, alive=True, step=(None, 3, 4)[rank])
 
 
-def test_steps_are_compared_though_the_first_survivor_says_none(tmp_path: Path):
-    for answer in run_ranks(steps_job, 3, str(tmp_path)):
-        assert "step is 3 on rank 1, 4 on rank 2" in answer.message
-
-
-def new_first_node_job(folder: str) -> Any:
+@on_ranks(SIZE)
+def test_partial_recovery_finds_the_newest_checkpoint_of_all_nodes(tmp_path: Path):
     """Rank 0 is lost with its node and its rows; the newest checkpoint is in the memory of other nodes alone."""
     rank = dist.get_rank()
-    memory = checkpoint.Memory(copies=1, folder=f"{folder}/node{rank}")
+    memory = checkpoint.Memory(copies=1, folder=str(tmp_path / f"node{rank}"))
     job = Tables(divides_dense=False)
-    manager = checkpoint.Manager(Path(folder, "run"), memory=memory, persist_every=1000)
+    manager = checkpoint.Manager(tmp_path / "run", memory=memory, persist_every=1000)
     job.fill(2)
     manager.save(2, job.state)
     job.fill(4)
@@ -790,43 +722,35 @@ def new_first_node_job(folder: str) -> Any:
     manager._held.close()
     dist.barrier()
     if rank == 0:
-        shutil.rmtree(f"{folder}/node0")
+        shutil.rmtree(tmp_path / "node0")
     dist.barrier()
     job.fill(5)
     fresh = Tables(divides_dense=False)
     job = fresh if rank == 0 else job
-    with checkpoint.Manager(Path(folder, "run"), memory=memory, persist_every=1000) as manager:
+    with checkpoint.Manager(tmp_path / "run", memory=memory, persist_every=1000) as manager:
         report = checkpoint.recover(job.state, alive=rank != 0, manager=manager, policy="partial")
-    return report.went_back, report.steps, job.is_filled(4, "table") if rank == 0 else job.is_filled(5)
+    assert report.went_back == ""
+    assert report.steps == {"model.table.weight": (4, 5), "optimizer.state.table.weight.sum": (4, 5)}
+    assert job.is_filled(4, "table") if rank == 0 else job.is_filled(5)
 
 
-def test_partial_recovery_finds_the_newest_checkpoint_of_all_nodes(tmp_path: Path):
-    for went_back, steps, is_right in run_ranks(new_first_node_job, SIZE, str(tmp_path)):
-        assert (went_back, is_right) == ("", True)
-        assert steps == {"model.table.weight": (4, 5), "optimizer.state.table.weight.sum": (4, 5)}
-
-
-def other_steps_job(folder: str) -> Any:
+@on_ranks(SIZE)
+def test_lost_parts_do_not_come_from_a_checkpoint_of_their_step_that_took_other_steps(tmp_path: Path):
     """A run goes back to step 3, trains otherwise to step 5, and loses a rank: the checkpoint of step 5 is of the first way."""
     rank = dist.get_rank()
 
     def state(value: int, step: int) -> dict[str, Any]:
         return {"w": LocalShard(torch.full((2,), float(value)), (8,), (2 * rank,)), "step": step}
 
-    with checkpoint.Manager(Path(folder, "run")) as manager:
+    with checkpoint.Manager(tmp_path / "run") as manager:
         manager.save(3, state(3, 3))
         manager.save(5, state(5, 5))
         manager.load(3, state(0, 0))
     own = state(0, 0) if rank == 3 else state(55, 5)
-    with checkpoint.Manager(Path(folder, "run")) as manager:
+    with checkpoint.Manager(tmp_path / "run") as manager:
         report = checkpoint.recover(own, alive=rank != 3, manager=manager)
-    return report.went_back, own["w"].tensor.tolist()
-
-
-def test_lost_parts_do_not_come_from_a_checkpoint_of_their_step_that_took_other_steps(tmp_path: Path):
-    for went_back, values in run_ranks(other_steps_job, SIZE, str(tmp_path)):
-        assert "w: the survivors are not as in the checkpoint of their step 5" in went_back
-        assert values == [5.0, 5.0]
+    assert "w: the survivors are not as in the checkpoint of their step 5" in report.went_back
+    assert own["w"].tensor.tolist() == [5.0, 5.0]
 
 
 def test_a_recovery_without_a_checkpoint_says_why_it_wanted_one(tmp_path: Path):

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.errors import PeerError
 from reshard_ckpt.storage.local import LocalWriter
 from tests.deadlines import over_when_here_are_all_but
 from tests.distributed.outcomes import Outcome, outcome
-from tests.launch import RanksFailed, run_ranks
+from tests.launch import RanksFailed, on_ranks, run_ranks
 
 SIZE = 3
 
@@ -35,12 +36,12 @@ def is_held(path: Path, number: int) -> bool:
     return found["step"] == number and torch.equal(found["w"], want)
 
 
-def hanging_job(folder: str) -> dict[str, Any]:
+@on_ranks(SIZE)
+def test_a_rank_that_hangs_or_leaves_a_save_out_is_named_and_the_job_goes_on(tmp_path: Path):
     """Rank 1 stops while it writes, until the others have given up; then it leaves a save out, and joins the one after."""
-    rank, path = dist.get_rank(), Path(folder, "ckpt")
+    rank, path = dist.get_rank(), tmp_path / "ckpt"
     store = dist.distributed_c10d._get_default_store()
     checkpoint.save(path, state(1))
-    out: dict[str, Any] = {}
     write = LocalWriter.write
 
     def hang(self: LocalWriter, data: Any) -> None:
@@ -49,37 +50,25 @@ def hanging_job(folder: str) -> dict[str, Any]:
         write(self, data)
 
     gives_up = over_when_here_are_all_but(1, once=lambda: store.check(["hangs"]))
-    with mock.patch.object(LocalWriter, "write", hang) if rank == 1 else gives_up:
-        out["hangs"] = outcome(lambda: checkpoint.save(path, state(2)))
+    told = pytest.raises(PeerError, match="rank 1 did not arrive within")
+    with mock.patch.object(LocalWriter, "write", hang) if rank == 1 else gives_up, told as hangs:
+        checkpoint.save(path, state(2))
+    assert hangs.value.ranks == (1,)
     if rank == 0:
         store.set("given up", "")
     dist.barrier()
-    out["old"] = is_held(path, 1)
-    out["folders"] = len([p for p in path.iterdir() if p.is_dir()])
+    assert is_held(path, 1)
+    assert len([p for p in path.iterdir() if p.is_dir()]) == 1  # every rank has taken its files back
     dist.barrier()
     if rank != 1:
-        with over_when_here_are_all_but(1):
-            out["left out"] = outcome(lambda: checkpoint.save(Path(folder, "left out"), state(3)))
+        with over_when_here_are_all_but(1), pytest.raises(PeerError, match="rank 1 did not arrive within 600 s"):
+            checkpoint.save(tmp_path / "left out", state(3))
     dist.barrier()
-    out["next"] = outcome(lambda: checkpoint.save(Path(folder, "next"), state(4)))
-    out["again"] = outcome(lambda: checkpoint.save(path, state(5)))
-    out["new"] = is_held(Path(folder, "next"), 4) and is_held(path, 5)
+    assert outcome(lambda: checkpoint.save(tmp_path / "next", state(4))) == Outcome()
+    assert outcome(lambda: checkpoint.save(path, state(5))) == Outcome()
+    assert is_held(tmp_path / "next", 4)
+    assert is_held(path, 5)
     dist.barrier()
-    return out
-
-
-def test_a_rank_that_hangs_or_leaves_a_save_out_is_named_and_the_job_goes_on(tmp_path: Path):
-    answers = run_ranks(hanging_job, SIZE, str(tmp_path))
-    for rank, got in enumerate(answers):
-        assert got["hangs"].error == "PeerError"
-        assert "rank 1 did not arrive within" in got["hangs"].message
-        assert got["hangs"].ranks == (1,)
-        assert got["old"]
-        assert got["folders"] == 1  # every rank has taken its files back
-        if rank != 1:
-            assert "rank 1 did not arrive within 600 s" in got["left out"].message
-        assert got["next"] == got["again"] == Outcome()
-        assert got["new"]
 
 
 def dying_job(folder: str, async_: bool) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from reshard_ckpt import checkpoint
-from tests.distributed.outcomes import outcome
-from tests.launch import run_ranks
+from reshard_ckpt.errors import CheckpointError, LayoutError, MismatchError, PeerError
+from tests.launch import on_ranks
 
 SAMPLES = 101
 
@@ -38,12 +39,19 @@ def share(values: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
     return {"left": sorted(sample for value in values for sample in value["left"])[rank::size]}
 
 
-def values_job(folder: str) -> dict[str, Any]:
-    rank, path = dist.get_rank(), Path(folder, "four")
+def of_ranks(mine: Any) -> list[Any]:
+    """What each rank has, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+@on_ranks(4)
+def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
+    rank, path = dist.get_rank(), tmp_path / "four"
     three = dist.new_group([0, 1, 2])
-    out: dict[str, Any] = {}
     loader = Loader(rank, 4)
-    out["read"] = loader.take(3 + 2 * rank)
+    read = loader.take(3 + 2 * rank)
     torch.manual_seed(100 + rank)
     model = torch.nn.Linear(2, 2)
     with torch.no_grad():
@@ -79,75 +87,55 @@ def values_job(folder: str) -> dict[str, Any]:
     }
     checkpoint.load(path, {"model": model, "optimizer": other, "extra": state})
     torch.set_rng_state(state["rng"].value)
-    out["same_size"] = (
-        again.left == loader.left,
-        torch.equal(torch.rand(3), draw),
-        state["large"].value == bytes([rank]) * 300_000,
-        state["plain"].value == {"rank": rank, "nested": [rank, (rank, None)]},
-        (state["scheduler"].gamma, state["scheduler"].step_size, state["scheduler"].last_epoch) == (0.5, 1, 1),
-        other.param_groups[0]["lr"] == 0.25,
-        np.array_equal(state["array"], np.arange(6).reshape(2, 3)),
-        state["counts"] == {3: "three", (1, 2): "pair"},
-    )
+    assert again.left == loader.left
+    assert torch.equal(torch.rand(3), draw)
+    assert state["large"].value == bytes([rank]) * 300_000
+    assert state["plain"].value == {"rank": rank, "nested": [rank, (rank, None)]}
+    assert (state["scheduler"].gamma, state["scheduler"].step_size, state["scheduler"].last_epoch) == (0.5, 1, 1)
+    assert other.param_groups[0]["lr"] == 0.25
+    assert np.array_equal(state["array"], np.arange(6).reshape(2, 3))
+    assert state["counts"] == {3: "three", (1, 2): "pair"}
+
+    fewer = Loader(rank, 3)
     if rank < 3:
-        fewer = Loader(rank, 3)
         target: dict[str, Any] = {"loader": checkpoint.PerRank(fewer, combine=share), "rng": checkpoint.PerRank("mine")}
-        out["no_combine"] = outcome(lambda: checkpoint.load(path, {"extra": target}, process_group=three))
-        out["untouched"] = fewer.left == Loader(rank, 3).left and target["rng"].value == "mine"
+        no_combine = r"extra.rng: saved by 4 ranks, wanted on 3; pass PerRank\(value, combine=...\)"
+        with pytest.raises(MismatchError, match=no_combine) as refused:
+            checkpoint.load(path, {"extra": target}, process_group=three)
+        assert "extra.large" in str(refused.value)
+        assert "extra.loader" not in str(refused.value)
+        assert (fewer.left, target["rng"].value) == (Loader(rank, 3).left, "mine")
         report = checkpoint.load(path, {"extra": target}, strict=False, process_group=three)
-        out["report"] = report.values
-        out["mine"] = target["rng"].value
-        out["left"] = fewer.left
+        assert {line.split(":")[0] for line in report.values} == {"extra.rng", "extra.large", "extra.plain"}
+        assert target["rng"].value == "mine"
         sizes = {"plain": checkpoint.PerRank(None, combine=lambda values: [v["rank"] for v in values])}
         wanted = {"rng": checkpoint.PerRank(None, combine=lambda v: v[0]), "large": checkpoint.PerRank(0, combine=len)}
         only = {"loader": checkpoint.PerRank(Loader(0, 1), combine=share), **sizes, **wanted}
         checkpoint.load(path, {"extra": only}, process_group=three)
-        out["combined"] = (only["plain"].value, only["large"].value)
+        assert (only["plain"].value, only["large"].value) == ([0, 1, 2, 3], 4)
 
         def fails(values: list[Any], rank: int, size: int) -> Any:
             raise KeyError("no idea")
 
         broken = {**only, "plain": checkpoint.PerRank("as before", combine=fails if rank == 1 else len)}
-        out["broken"] = outcome(lambda: checkpoint.load(path, {"extra": broken}, process_group=three))
-        out["broken_value"] = broken["plain"].value
-    nowhere: dict[str, Any] = {"counts": None}
-    out["nowhere"] = outcome(lambda: checkpoint.load(path, {"extra": nowhere}))
+        with pytest.raises(KeyError if rank == 1 else PeerError, match="no idea"):
+            checkpoint.load(path, {"extra": broken}, process_group=three)
+        assert broken["plain"].value == "as before"
+    left = of_ranks(fewer.left if rank < 3 else [])
+    assert sorted(sample for part in (*of_ranks(read), *left) for sample in part) == list(range(SAMPLES)), (
+        "each sample is read once"
+    )
+    assert max(map(len, left[:3])) - min(map(len, left[:3])) <= 1
+    with pytest.raises(
+        MismatchError, match=r"extra.counts.3: in the checkpoint, but every rank passes None or an empty list above"
+    ):
+        checkpoint.load(path, {"extra": {"counts": None}})
     on_others: dict[str, Any] = {"counts": None if rank == 1 else {}}
     checkpoint.load(path, {"extra": on_others})
-    out["on_others"] = on_others["counts"]
-    some = {"position": checkpoint.PerRank(rank)} if rank != 2 else {}
+    assert on_others["counts"] == (None if rank == 1 else {3: "three", (1, 2): "pair"})
     mixed = {"position": checkpoint.PerRank(rank) if rank == 2 else 1}
-    out["of_two_kinds"] = outcome(lambda: checkpoint.save(Path(folder, "some"), {"extra": mixed}))
-    out["missing_on_a_rank"] = outcome(lambda: checkpoint.save(Path(folder, "some"), {"extra": some}))
-    return out
-
-
-def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
-    answers = run_ranks(values_job, 4, str(tmp_path))
-    for out in answers:
-        assert out["same_size"] == (True,) * 8
-        assert (
-            "extra.counts.3: in the checkpoint, but every rank passes None or an empty list above it; pass {} there"
-            in out["nowhere"].message
-        )
-        assert "extra.position: a plain value on rank 0, a PerRank on rank 2" in out["of_two_kinds"].message
-        assert out["missing_on_a_rank"].error == "LayoutError"
-        assert "extra.position: a PerRank value is missing on ranks [2]" in out["missing_on_a_rank"].message
-    counts = {3: "three", (1, 2): "pair"}
-    assert [out["on_others"] for out in answers] == [counts, None, counts, counts]
-    read = [sample for out in answers for sample in out["read"]]
-    left = [sample for out in answers[:3] for sample in out["left"]]
-    assert sorted(read + left) == list(range(SAMPLES)), "each sample is read once"
-    assert max(len(out["left"]) for out in answers[:3]) - min(len(out["left"]) for out in answers[:3]) <= 1
-    for rank, out in enumerate(answers[:3]):
-        assert out["no_combine"].error == "MismatchError"
-        assert "extra.rng: saved by 4 ranks, wanted on 3; pass PerRank(value, combine=...)" in out["no_combine"].message
-        assert "extra.large" in out["no_combine"].message
-        assert "extra.loader" not in out["no_combine"].message
-        assert out["untouched"]
-        assert {line.split(":")[0] for line in out["report"]} == {"extra.rng", "extra.large", "extra.plain"}
-        assert out["mine"] == "mine"
-        assert out["combined"] == ([0, 1, 2, 3], 4)
-        assert out["broken"].error == ("KeyError" if rank == 1 else "PeerError"), out["broken"]
-        assert "no idea" in out["broken"].message
-        assert out["broken_value"] == "as before"
+    with pytest.raises(CheckpointError, match="extra.position: a plain value on rank 0, a PerRank on rank 2"):
+        checkpoint.save(tmp_path / "some", {"extra": mixed})
+    some = {"position": checkpoint.PerRank(rank)} if rank != 2 else {}
+    with pytest.raises(LayoutError, match=r"extra.position: a PerRank value is missing on ranks \[2\]"):
+        checkpoint.save(tmp_path / "some", {"extra": some})

@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from reshard_ckpt import LocalShard, checkpoint
 from tests.distributed.net import Net, reference
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> None:
@@ -24,7 +24,8 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]
         optimizer.zero_grad()
 
 
-def zero_job(folder: str) -> list[str]:
+@on_ranks(4)
+def test_zero_redundancy_optimizer_on_other_numbers_of_ranks_and_plain(tmp_path: Path):
     rank = dist.get_rank()
     groups = {num: dist.new_group(list(range(num))) for num in (1, 2, 3, 4)}
 
@@ -49,16 +50,16 @@ def zero_job(folder: str) -> list[str]:
             net, optimizer = made(num, 0.01)
             train(net, optimizer, range(2))
             optimizer.param_groups[1]["lr"] = 0.002
-            checkpoint.save(Path(folder, str(num)), {"model": net, "optimizer": optimizer}, process_group=groups[num])
+            checkpoint.save(tmp_path / str(num), {"model": net, "optimizer": optimizer}, process_group=groups[num])
     dist.barrier()
     train(plain, adam, range(2, 4))
     for saved in (1, 3, 4):
-        read = checkpoint.read(Path(folder, str(saved)))
+        read = checkpoint.read(tmp_path / str(saved))
         wrong += [f"read {saved}: {name}" for name, value in expected.items() if not torch.equal(read[name], value)]
         for num in (1, 2, 3, 4):
             if rank < num:
                 net, optimizer = made(num, 9.0)
-                checkpoint.load(Path(folder, str(saved)), {"model": net, "optimizer": optimizer}, process_group=groups[num])
+                checkpoint.load(tmp_path / str(saved), {"model": net, "optimizer": optimizer}, process_group=groups[num])
                 if [g["lr"] for g in optimizer.param_groups] != [0.01, 0.002] or optimizer.param_groups[0][
                     "weight_decay"
                 ] != 0.25:
@@ -68,11 +69,7 @@ def zero_job(folder: str) -> list[str]:
                 wrong += [f"{saved} to {num}: rank {rank}: {name}" for (name, p), q in pairs if not torch.equal(p, q)]
                 if num > 1 and len(optimizer.optim.state) >= len(names):
                     wrong.append(f"{saved} to {num}: rank {rank} holds the state of all parameters")
-    return wrong
-
-
-def test_zero_redundancy_optimizer_on_other_numbers_of_ranks_and_plain(tmp_path: Path):
-    assert run_ranks(zero_job, 4, str(tmp_path)) == [[]] * 4
+    assert not wrong
 
 
 DIM, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 6, 8, 4, 3, 12
@@ -109,13 +106,14 @@ def fused_state(tp: int, rank: int, *, full: bool) -> tuple[dict[str, Any], list
     return {"model": model, "optimizer": optimizer, "wanted": state}, checks
 
 
-def fused_job(folder: str) -> list[str]:
+@on_ranks(4)
+def test_fused_qkv_and_swiglu_on_tp_2_4_1(tmp_path: Path):
     rank = dist.get_rank()
     groups = {num: dist.new_group(list(range(num))) for num in (1, 2, 4)}
     wrong: list[str] = []
     previous = ""
     for tp in (2, 4, 1, 4):
-        path = Path(folder, f"{previous or 'first'}-{tp}")
+        path = tmp_path / f"{previous or 'first'}-{tp}"
         if rank < tp:
             made, checks = fused_state(tp, rank, full=not previous)
             wanted = made.pop("wanted")
@@ -125,18 +123,14 @@ def fused_job(folder: str) -> list[str]:
             for param, entries in wanted.items():
                 held = made["optimizer"].state[param]
                 wrong += [f"{path.name}: rank {rank}: {k}" for k, value in entries.items() if not torch.equal(held[k], value)]
-            path = Path(folder, f"tp{tp}-{len(previous)}")
+            path = tmp_path / f"tp{tp}-{len(previous)}"
             checkpoint.save(path, made, mesh={"tp": tp}, process_group=groups[tp])
         dist.barrier()
-        previous = str(Path(folder, f"tp{tp}-{len(previous)}"))
+        previous = str(tmp_path / f"tp{tp}-{len(previous)}")
         read = checkpoint.read(previous)
         for name, sections in SECTIONS.items():
             for key in ("", "exp_avg", "exp_avg_sq"):
                 full = f"optimizer.state.{name}.{key}" if key else f"model.{name}"
                 if not torch.equal(read[full], reference(name, (sum(sections), DIM), key)):
                     wrong.append(f"tp {tp}: {full}")
-    return wrong
-
-
-def test_fused_qkv_and_swiglu_on_tp_2_4_1(tmp_path: Path):
-    assert run_ranks(fused_job, 4, str(tmp_path)) == [[]] * 4
+    assert not wrong

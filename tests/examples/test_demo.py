@@ -20,7 +20,7 @@ from examples.demo.zero import ZeroAdamW
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.model import FileEntry, ShardView
 from tests.docs.runner import not_imported
-from tests.launch import ROOT, run_ranks
+from tests.launch import ROOT, on_ranks, run_ranks
 from tests.warm_python import warm_python
 
 SMALL = Config(vocabulary=31, dim=16, num_heads=2, num_layers=2, context=8, init_std=0.2)
@@ -58,18 +58,16 @@ def _assert_same_training(layout: Layout, *, holds_all: bool) -> None:
         torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def _zero() -> None:
+@on_ranks(4, timeout_s=BUSY_S)
+def test_zero_over_tensor_parallel_trains_as_plain_adamw():
     torch.manual_seed(0)
     layout = ZeroTensorParallel(SMALL)
     assert any(part.start or part.stop < part.parameter.numel() // 2 for part in layout.optimizer.owned), "no range is cut"
     _assert_same_training(layout, holds_all=True)
 
 
-def test_zero_over_tensor_parallel_trains_as_plain_adamw():
-    run_ranks(_zero, 4, timeout_s=BUSY_S)
-
-
-def _pipeline() -> None:
+@on_ranks(4, timeout_s=BUSY_S)
+def test_pipeline_over_tensor_parallel_trains_as_one_process():
     layout = PipelineTensorParallel(SMALL)
     whole = dict(_plain().model.named_parameters())
     with torch.no_grad():
@@ -79,10 +77,6 @@ def _pipeline() -> None:
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
             parameter.copy_(value)
     _assert_same_training(layout, holds_all=False)
-
-
-def test_pipeline_over_tensor_parallel_trains_as_one_process():
-    run_ranks(_pipeline, 4, timeout_s=BUSY_S)
 
 
 def _groups(names: list[str], weight_decay: float) -> list[dict[str, object]]:

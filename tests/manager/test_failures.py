@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from reshard_ckpt.checkpoint import Manager, PerRank, SaveHandle
 from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 from tests.manager.test_manager import empty, state
 from tests.reliability.faults import fails, faulty
 
@@ -88,25 +88,21 @@ def test_the_options_are_checked(tmp_path: Path):
         Manager(tmp_path, on_failure="warn", max_failures=0)
 
 
-def sick_rank(root: str) -> dict[str, Any]:
-    rank = dist.get_rank()
-    own = {"own": PerRank(bytes(100_000)), **state(1)}  # each rank writes something
-    with Manager(root, keep_last=1, on_failure="warn", max_failures=3) as manager, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        manager.save(1, own)
-        for step in (2, 3):
-            if rank == 1:
-                failing_save(manager, step, of=own)
-            else:
-                manager.async_save(step, own).running.wait()
-        report = manager.async_save(4, own).result()
-        said = sorted(str(w.message) for w in caught if "in the background" in str(w.message))
-        return {"said": said, "failures": manager.failures, "before": report.failed_before, "newest": manager.latest()}
-
-
+@on_ranks(2)
 def test_all_ranks_say_the_failure_of_one(tmp_path: Path):
-    first, second = run_ranks(sick_rank, 2, str(tmp_path))
-    assert first == second
-    assert len(first["said"]) == first["before"] == 2
-    assert all("rank 1" in line for line in first["said"])
-    assert first["newest"] == 4
+    own = {"own": PerRank(bytes(100_000)), **state(1)}  # each rank writes something
+    with Manager(tmp_path, keep_last=1, on_failure="warn", max_failures=3) as manager:
+        manager.save(1, own)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in (2, 3):
+                if dist.get_rank() == 1:
+                    failing_save(manager, step, of=own)
+                else:
+                    manager.async_save(step, own).running.wait()
+            report = manager.async_save(4, own).result()
+        said = [str(w.message) for w in caught if "in the background" in str(w.message)]
+        assert len(said) == report.failed_before == 2
+        assert all("rank 1" in line for line in said)
+        assert [line.split(":")[0] for line in manager.failures] == ["step 2", "step 3"]
+        assert manager.latest() == 4

@@ -13,7 +13,7 @@ from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common.step_folders import STEP_NAMES
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, UsageError
 from tests.cli.running import run
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 from tests.manager.test_foreign import foreign
 from tests.manager.test_manager import empty, state
 
@@ -118,12 +118,10 @@ def test_saves_in_memory_go_to_folders_of_the_name(tmp_path: Path, shm: Path):
     assert {path.name for path in tmp_path.glob("step*")} == {"step-2", "step-3"}
 
 
-def named_run(root: str) -> tuple[list[int], str]:
-    with Manager(root, name="step-{}", keep_last=1) as manager:
+@on_ranks(2)
+def test_ranks_agree_on_the_name(tmp_path: Path):
+    with Manager(tmp_path, name="step-{}", keep_last=1) as manager:
         for step in (1, 2):
             manager.async_save(step, state(step))
-        return [manager.load_latest(empty()).step, *manager.steps()], manager.path(2)
-
-
-def test_ranks_agree_on_the_name(tmp_path: Path):
-    assert run_ranks(named_run, 2, str(tmp_path)) == [([2, 2], str(tmp_path / "step-2"))] * 2
+        assert (manager.load_latest(empty()).step, manager.steps()) == (2, [2])
+        assert manager.path(2) == str(tmp_path / "step-2")

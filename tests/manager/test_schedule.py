@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from reshard_ckpt.checkpoint import Manager, SaveReport
 from reshard_ckpt.core.planning.interval import TierCosts, daly
@@ -16,8 +17,7 @@ from reshard_ckpt.errors import PeerError, UsageError
 from reshard_ckpt.manager.attempts import ATTEMPTS, PRIOR_S, Attempt, AttemptLog, estimate_mtbf, read_attempts
 from reshard_ckpt.manager.schedule import WARM_UP_STEPS, Decision, SaveCosts, SaveSchedule, best_interval, interval_rule
 from reshard_ckpt.storage import open_storage
-from tests.distributed.outcomes import Outcome, outcome
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 
 class Clock:
@@ -200,36 +200,27 @@ def test_steps_that_get_slower_delay_no_save_by_more_than_what_was_timed():
     assert clock.now - 1000.0 <= 80.0  # a look ahead of half of 60,000 steps would never have come
 
 
-def ranks_agree(root: str, steps: int) -> list[int]:
+@on_ranks(3)
+def test_ranks_save_at_the_same_steps(tmp_path: Path):
     """Train with clocks of one's own: ranks differ in speed, and rank 0's clock decides."""
-    rank = torch.distributed.get_rank()
-    saved = []
-    with Manager(root, interval=1e-6) as manager:
-        for step in range(1, steps + 1):
+    rank, saved, of_ranks = dist.get_rank(), [], [[]] * 3
+    with Manager(tmp_path / "run", interval=1e-6) as manager:
+        for step in range(1, 41):
             sum(range(1000 * (1 + rank)))
             if manager.should_save(step):
                 saved.append(step)
                 manager.save(step, {"x": torch.tensor([float(step)])})
-        return [*saved, manager.latest() or 0]
+        dist.all_gather_object(of_ranks, [*saved, manager.latest()])
+    assert of_ranks == [[*saved, saved[-1]]] * 3
+    assert saved[0] == 2  # one step tells what a step takes
+    assert len(saved) > 9
 
 
-def other_steps(root: str) -> Outcome:
-    with Manager(root, interval="auto", mtbf="6h") as manager:
-        return outcome(lambda: manager.should_save(7 + torch.distributed.get_rank()))
-
-
-def test_ranks_save_at_the_same_steps(tmp_path: Path):
-    found = run_ranks(ranks_agree, 3, str(tmp_path / "run"), 40)
-    assert found[0] == found[1] == found[2]
-    assert found[0][0] == 2  # one step tells what a step takes
-    assert len(found[0]) > 10
-
-
+@on_ranks(2)
 def test_different_steps_on_ranks_are_a_named_error(tmp_path: Path):
-    for found in run_ranks(other_steps, 2, str(tmp_path / "run")):
-        assert found.error == PeerError.__name__
-        assert "step 7" in found.message
-        assert "step 8" in found.message
+    said = pytest.raises(PeerError, match="step 7(?s:.*)step 8")
+    with Manager(tmp_path / "run", interval="auto", mtbf="6h") as manager, said:
+        manager.should_save(7 + dist.get_rank())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import LayoutError, UnsupportedError
 from reshard_ckpt.state import capture
 from tests.helpers import NEWER, load, position_values, save
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 
 def declare(tensor: torch.Tensor, shape: tuple, offsets: tuple, local: tuple, sizes: tuple) -> torch.Tensor:
@@ -231,19 +231,17 @@ def wrapper_job(folder: str) -> None:
     assert torch.equal(whole, full)
 
 
-def shards_job(folder: str) -> None:
-    sharded_job(folder + "/sharded")
-    if NEWER:  # torch 2.6 makes no DTensor of several parts
-        wrapper_job(folder + "/wrapper")
-
-
 @pytest.mark.filterwarnings("ignore:Please use DTensor")
+@on_ranks(2)
 def test_sharded_tensors_and_wrapped_shards_go_anywhere_and_come_back_in_place(tmp_path):
-    run_ranks(shards_job, 2, str(tmp_path))
+    sharded_job(f"{tmp_path}/sharded")
+    if NEWER:  # torch 2.6 makes no DTensor of several parts
+        wrapper_job(f"{tmp_path}/wrapper")
 
 
-def _of_megatron_fsdp(path: str) -> tuple[bool, str]:
-    """DTensors as Megatron-FSDP makes them: tp cuts before dp, unevenly, and only the local tensor says so."""
+@on_ranks(4)
+def test_dtensors_of_megatron_fsdp_are_what_their_local_tensors_list(tmp_path):
+    """In these, tp cuts before dp, unevenly, and only the local tensor says so."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_cp", "tp"))
     mesh._shard_order = [1, 0]
     at_dp, at_tp = mesh.get_coordinate()
@@ -257,18 +255,10 @@ def _of_megatron_fsdp(path: str) -> tuple[bool, str]:
             made._local_tensor.__create_chunk_list__ = lambda: [chunk]
         return made
 
-    checkpoint.save(path, {"w": dtensor(full[low : low + rows].clone(), listed=True)})
+    checkpoint.save(tmp_path / "step", {"w": dtensor(full[low : low + rows].clone(), listed=True)})
     back = torch.zeros(rows, 2)
-    checkpoint.load(path, {"w": dtensor(back, listed=True)})
-    try:
-        checkpoint.save(f"{path}-2", {"w": dtensor(torch.zeros(2, 2), listed=False)})
-    except LayoutError as error:
-        return back.tolist() == full[low : low + rows].tolist(), str(error)
-    return back.tolist() == full[low : low + rows].tolist(), ""
-
-
-def test_dtensors_of_megatron_fsdp_are_what_their_local_tensors_list(tmp_path):
-    for same, refused in run_ranks(_of_megatron_fsdp, 4, str(tmp_path / "step")):
-        assert same
-        assert "w: Megatron-FSDP cuts it in another order than its placements" in refused
-    assert torch.equal(checkpoint.read(tmp_path / "step")["w"], position_values((8, 2)))
+    checkpoint.load(tmp_path / "step", {"w": dtensor(back, listed=True)})
+    assert torch.equal(back, full[low : low + rows])
+    assert torch.equal(checkpoint.read(tmp_path / "step")["w"], full)
+    with pytest.raises(LayoutError, match="w: Megatron-FSDP cuts it in another order than its placements"):
+        checkpoint.save(tmp_path / "other", {"w": dtensor(torch.zeros(2, 2), listed=False)})

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.state import kept
 from reshard_ckpt.state.capture import Captured, capture
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 State = dict[str, Any]
 
@@ -262,7 +262,8 @@ def test_states_of_the_same_facts_are_saved_with_their_own_bytes(tmp_path: Any) 
         assert checkpoint.read(tmp_path)["t.w"].tolist() == [value] * 3
 
 
-def on_ranks() -> None:
+@on_ranks(2)
+def test_a_state_of_several_ranks_that_changed_is_described_as_it_is_now() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     state = {"t": {"a": DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)]), "b": torch.ones(2)}}
     check(state)
@@ -294,7 +295,3 @@ def on_ranks() -> None:
     assert is_known(replicated)
     replicated["model"] = inner
     check(replicated)
-
-
-def test_a_state_of_several_ranks_that_changed_is_described_as_it_is_now() -> None:
-    run_ranks(on_ranks, 2)

@@ -28,7 +28,7 @@ from reshard_ckpt.state import capture
 from reshard_ckpt.state.tensors import local_memory
 from tests.factored import Factored
 from tests.helpers import Saved, load, position_values, save
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 from tests.tries import is_long
 
 forward_on_cpu = pytest.mark.skipif(
@@ -102,42 +102,6 @@ def shard(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return net
 
 
-def dtensor_job() -> tuple[Any, ...]:
-    """1-D, HSDP, TP and FSDP2-over-TP layouts on 6 ranks, on sizes that divide and that do not, against torch's own cuts."""
-    shapes = [("dp",), (6,)], [("rep", "dp"), (2, 3)], [("tp",), (6,)], [("dp", "tp"), (3, 2)], [("dp", "tp"), (2, 3)]
-    meshes = [init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names)) for names, sizes in shapes]
-    # Each mesh has a size that divides, one that does not, and one below its ranks; in a long run, each has all sizes.
-    left_out = {} if is_long() else {13: (0, 2, 4), 7: (1, 3)}
-    for rows in (12, 13, 7, 2):
-        reference = Net(rows)
-        plain = torch.optim.AdamW(reference.parameters(), lr=0.5)
-        with_state(plain)
-        expected = save([capture({"model": reference, "optimizer": plain})])
-        for mesh in (mesh for i, mesh in enumerate(meshes) if i not in left_out.get(rows, ())):
-            net = parallel(rows, mesh)
-            optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
-            with_state(optimizer)
-            assert_saves({"model": net, "optimizer": optimizer}, expected, f"{rows} rows saved on {mesh}")
-
-            fresh = parallel(rows, mesh, values=False)
-            into = torch.optim.AdamW(fresh.parameters(), lr=0.1)
-            reload(expected, {"model": fresh, "optimizer": into})
-            for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
-                assert torch.equal(local(p), local(q)), f"{rows} rows loaded on {mesh}"
-                assert isinstance(p, DTensor) == isinstance(into.state[q]["exp_avg"], DTensor)
-                assert all(torch.equal(local(v), local(into.state[q][k])) for k, v in optimizer.state[p].items())
-    return placements(meshes[3], meshes[4])
-
-
-def placements(mesh: DeviceMesh, other: DeviceMesh) -> tuple[Any, ...]:
-    """What is recorded of an FSDP2-over-TP net, and the mesh of one that shows only its TP part."""
-    captured = capture({"model": parallel(13, mesh)})
-    by_name = {e.spec.name: e.spec for e in captured.tensors}
-    weight, norm, table = (by_name[f"model.{name}"] for name in ("up.weight", "norm.weight", "table"))
-    sliced = capture({"model": parallel(12, other["tp"])}).mesh
-    return captured.mesh, weight.placement, weight.replication, norm.placement, table.replication, sliced
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -161,16 +125,45 @@ def assert_equal(saved: Saved, expected: Saved, what: str) -> None:
 
 @pytest.mark.slow
 @forward_on_cpu
+@on_ranks(6)
 def test_fsdp_tp_and_both_on_any_size_are_the_plain_model_and_placements_are_recorded():
-    mesh, weight, replication, norm, table, sliced = run_ranks(dtensor_job, 6)[4]
-    assert mesh == Mesh(("dp", "tp"), (3, 2))
-    assert weight == (AxisPlacement("dp", "shard", 0, turn=1), AxisPlacement("tp", "shard", 0, turn=0))
-    assert norm == (AxisPlacement("dp", "shard", 0, turn=0),)
-    assert (replication, table) == (Replication.DECLARED, Replication.BUFFER)
+    """1-D, HSDP, TP and FSDP2-over-TP layouts, on sizes that divide and that do not, against torch's own cuts."""
+    shapes = [("dp",), (6,)], [("rep", "dp"), (2, 3)], [("tp",), (6,)], [("dp", "tp"), (3, 2)], [("dp", "tp"), (2, 3)]
+    meshes = [init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names)) for names, sizes in shapes]
+    # Each mesh has a size that divides, one that does not, and one below its ranks; in a long run, each has all sizes.
+    left_out = {} if is_long() else {13: (0, 2, 4), 7: (1, 3)}
+    for rows in (12, 13, 7, 2):
+        reference = Net(rows)
+        plain = torch.optim.AdamW(reference.parameters(), lr=0.5)
+        with_state(plain)
+        expected = save([capture({"model": reference, "optimizer": plain})])
+        for mesh in (mesh for i, mesh in enumerate(meshes) if i not in left_out.get(rows, ())):
+            net = parallel(rows, mesh)
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
+            with_state(optimizer)
+            assert_saves({"model": net, "optimizer": optimizer}, expected, f"{rows} rows saved on {mesh}")
+
+            fresh = parallel(rows, mesh, values=False)
+            into = torch.optim.AdamW(fresh.parameters(), lr=0.1)
+            reload(expected, {"model": fresh, "optimizer": into})
+            for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
+                assert torch.equal(local(p), local(q)), f"{rows} rows loaded on {mesh}"
+                assert isinstance(p, DTensor) == isinstance(into.state[q]["exp_avg"], DTensor)
+                assert all(torch.equal(local(v), local(into.state[q][k])) for k, v in optimizer.state[p].items())
+    captured = capture({"model": parallel(13, meshes[3])})
+    assert captured.mesh == Mesh(("dp", "tp"), (3, 2))
+    by_name = {e.spec.name: e.spec for e in captured.tensors}
+    weight, norm, table = (by_name[f"model.{name}"] for name in ("up.weight", "norm.weight", "table"))
+    assert weight.placement == (AxisPlacement("dp", "shard", 0, turn=1), AxisPlacement("tp", "shard", 0, turn=0))
+    assert norm.placement == (AxisPlacement("dp", "shard", 0, turn=0),)
+    assert (weight.replication, table.replication) == (Replication.DECLARED, Replication.BUFFER)
+    sliced = capture({"model": parallel(12, meshes[4]["tp"])}).mesh
     assert sliced == Mesh(("dp", "tp"), (2, 3)), "the mesh that the tp mesh was sliced from"
 
 
-def trained_job() -> None:
+@forward_on_cpu
+@on_ranks(3)
+def test_steps_eval_forward_and_zero_redundancy_round_trip():
     """Real steps, after an eval forward, with DDP and ZeRO on 3 ranks; state goes both ways."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
@@ -220,20 +213,8 @@ def trained_job() -> None:
 
 
 @forward_on_cpu
-def test_steps_eval_forward_and_zero_redundancy_round_trip():
-    run_ranks(trained_job, 3)
-
-
-def ddp_job() -> tuple[Any, ...]:
-    net = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    with torch.no_grad():
-        net.module[1].running_mean += dist.get_rank()
-    captured = capture({"model": net, "extra": {"x": torch.zeros(1)}})
-    claims = {e.spec.name: e.spec.replication for e in captured.tensors}
-    return captured.mesh, claims
-
-
-def factored_job() -> None:
+@on_ranks(3)
+def test_factored_state_goes_wherever_its_place_is_known():
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
 
     def step(net: nn.Module, optimizer: Factored) -> None:
@@ -267,12 +248,8 @@ def factored_job() -> None:
     assert not any(p.full_tensor().any() for p in net.parameters())
 
 
-@forward_on_cpu
-def test_factored_state_goes_wherever_its_place_is_known():
-    run_ranks(factored_job, 3)
-
-
-def pipeline_job() -> None:
+@on_ranks(2)
+def test_pipeline_stages_share_one_namespace():
     """Two stages a rank, the embedding tied between the first and the last."""
     rank = dist.get_rank()
 
@@ -319,11 +296,7 @@ def pipeline_job() -> None:
     reload(half, lone)
 
 
-def test_pipeline_stages_share_one_namespace():
-    run_ranks(pipeline_job, 2)
-
-
-def refusals_job() -> None:
+def refusals() -> None:
     """What has no place is refused by name."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
@@ -361,7 +334,7 @@ def refusals_job() -> None:
     assert len(entry.spec.pieces) == (1 if dist.get_rank() == 0 else 0)
 
 
-def strided_job() -> None:
+def strided_views() -> None:
     """A flattened view of a tensor sharded on its second dim is strided in earnest: several boxes a rank."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     full = position_values((4, 6))
@@ -373,15 +346,16 @@ def strided_job() -> None:
     assert torch.equal(gathered({"x": flat}).tensors["x"], full.reshape(-1))
 
 
-def edges_job() -> tuple[Any, ...]:
-    strided_job()
-    refusals_job()
-    return ddp_job()
-
-
+@on_ranks(2)
 def test_strided_views_give_several_boxes_and_what_has_no_place_is_refused_and_ddp_declares_its_replicas():
-    mesh, claims = run_ranks(edges_job, 2)[1]
-    assert mesh == Mesh(("dp",), (2,))
+    strided_views()
+    refusals()
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    with torch.no_grad():
+        net.module[1].running_mean += dist.get_rank()
+    captured = capture({"model": net, "extra": {"x": torch.zeros(1)}})
+    claims = {e.spec.name: e.spec.replication for e in captured.tensors}
+    assert captured.mesh == Mesh(("dp",), (2,))
     assert claims["model.0.weight"] == Replication.DECLARED
     assert claims["model.1.running_mean"] == claims["model.1.num_batches_tracked"] == Replication.BUFFER
     assert claims["extra.x"] == Replication.PLAIN

@@ -126,45 +126,88 @@ def test_a_value_where_the_target_has_a_tensor_is_named_and_left_out():
     assert isinstance(state["extra"]["x"], torch.Tensor)
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"a": {"b": 1}, "a.b": 2},
-        {1: 0, "1": 0},
-        {"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)},
-        {"o": Counter(x=1), "o.x": 2},
-    ],
-)
-def test_two_things_with_one_name_are_refused_with_both_places(state):
-    with pytest.raises(NameCollisionError, match=r"both state\[.*\] and state\[.*\] have this name"):
+class HasExtraState(nn.Module):
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None: ...
+
+
+LOOP: dict[str, Any] = {"x": 1}
+LOOP["self"] = LOOP
+BAG: list[Any] = [torch.zeros(1)]
+BAG.append(BAG)
+TWICE = NameCollisionError, r"both state\[.*\] and state\[.*\] have this name"
+LOOPS = UsageError, "contains itself"
+NO_NAME = UsageError, r"state\[''\]: a module, an optimizer or an object needs a key that is not empty"
+NO_TEXT = UnsupportedError, "lone surrogate"
+REFUSED: dict[str, tuple[Any, tuple[type[Exception], str]]] = {
+    "two values with one name": ({"a": {"b": 1}, "a.b": 2}, TWICE),
+    "two keys with one name": ({1: 0, "1": 0}, TWICE),
+    "two tensors with one name": ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, TWICE),
+    "a part of an object and a value with one name": ({"o": Counter(x=1), "o.x": 2}, TWICE),
+    "a dict in itself": ({"extra": LOOP}, LOOPS),
+    "a list in itself": ({"extra": BAG}, LOOPS),
+    "no plain value": ({"extra": {"x": [1, object()]}}, (UnsupportedError, r"extra.x\[1\]")),
+    "no dict": (nn.Linear(1, 1), (UsageError, "state: wanted a dict")),
+    "a module without a name": ({"": nn.Linear(1, 1), "step": 1}, NO_NAME),
+    "an optimizer without a name": ({"": torch.optim.SGD([torch.zeros(1)]), "step": 1}, NO_NAME),
+    "an object without a name": ({"": Counter(a=1), "step": 1}, NO_NAME),
+    "a tensor whose name is no text": ({"x": {"\ud800": torch.zeros(1)}}, NO_TEXT),
+    "a value whose name is no text": ({"x": {"\ud800": 1}}, NO_TEXT),
+    "a module whose name is no text": ({"\udcff": nn.Linear(1, 1)}, NO_TEXT),
+    "a parameter whose name is no text": ({"x": nn.ModuleDict({"a\ud800": nn.Linear(1, 1)})}, NO_TEXT),
+    "extra state whose name is no text": ({"x": nn.ModuleDict({"a\ud800": HasExtraState()})}, NO_TEXT),
+    "a name that is no text beside a value of each rank": ({"x": PerRank({"a": 1}), "\ud800": 2}, NO_TEXT),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_has_no_place_in_a_checkpoint_is_refused_by_name(what: str):
+    state, (error, says) = REFUSED[what]
+    with pytest.raises(error, match=says):
         capture(state)
 
 
-def test_a_container_in_itself_is_refused():
-    loop: dict[str, Any] = {"x": 1}
-    loop["self"] = loop
-    with pytest.raises(UsageError, match="contains itself"):
-        capture({"extra": loop})
-    bag: list[Any] = [torch.zeros(1)]
-    bag.append(bag)
-    with pytest.raises(UsageError, match="contains itself"):
-        capture({"extra": bag})
+def test_what_is_inside_of_an_object_may_have_no_name():
+    capture({"x": {"": Counter(a=1)}, "": {"": 1}})
 
 
-def test_what_is_no_plain_value_is_refused_by_its_place():
-    with pytest.raises(UnsupportedError, match=r"extra.x\[1\]"):
-        capture({"extra": {"x": [1, object()]}})
+class Picky(Counter):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("position")
 
 
-def test_a_state_that_is_no_dict_is_refused():
-    with pytest.raises(UsageError, match="state: wanted a dict"):
-        capture(nn.Linear(1, 1))  # type: ignore[arg-type]
+UNFIT: dict[str, tuple[list[dict[str, Any]], dict[str, Any], type[Exception], str]] = {
+    "a dict that cannot be written": (
+        [{"extra": {"x": 1}}], {"extra": types.MappingProxyType({"x": 0})},
+        UsageError, "extra.x: a mappingproxy cannot take a loaded value",
+    ),
+    "an object that refuses its state": (
+        [{"loader": Counter(a=1)}], {"loader": Picky(a=0)},
+        MismatchError, "loader: load_state_dict refused the loaded state: 'position'",
+    ),
+    "values of three ranks, wanted on two": (
+        [{"x": PerRank(r)} for r in range(3)], {"x": PerRank(0)},
+        MismatchError, r"x: saved by 3 ranks, wanted on 2; pass PerRank\(value, combine=...\)",
+    ),
+    "a value of each rank, wanted as one for all": (
+        [{"x": PerRank(1)}], {"x": 0},
+        MismatchError, "x: saved as a value of each rank, wanted as one for all; pass PerRank",
+    ),
+    "one value for all, wanted as one of each rank": (
+        [{"x": 1}], {"x": PerRank(0)},
+        MismatchError, "x: saved as one value for all ranks, wanted as PerRank",
+    ),
+}  # fmt: skip
+"""What each rank saved; what is loaded into, on as many ranks or on two; and the error."""
 
 
-def test_a_dict_that_cannot_be_written_is_refused_before_loading():
-    saved = save([capture({"extra": {"x": 1}})])
-    with pytest.raises(UsageError, match=r"extra.x: a mappingproxy cannot take a loaded value"):
-        load(saved, {"extra": types.MappingProxyType({"x": 0})})
+@pytest.mark.parametrize("what", UNFIT)
+def test_what_does_not_fit_the_target_is_refused_by_name(what: str):
+    ranks, target, error, says = UNFIT[what]
+    with pytest.raises(error, match=says):
+        load(save([capture(state) for state in ranks]), target, size=min(len(ranks), 2))
 
 
 def test_mappings_of_other_classes_are_filled_in_place():
@@ -201,15 +244,6 @@ def test_objects_take_their_state_in_the_order_of_the_state_and_inner_ones_first
     state |= {"outer": Teller(name="outer", inner=Teller(name="inner")), "more": [Teller(name="first"), Teller(name="second")]}
     load(save([capture(state)]), state)
     assert told == ["inner", "loader", "a", "rng", "outer", "first", "second", "z"]
-
-
-def test_an_object_that_refuses_its_state_is_a_named_error():
-    class Picky(Counter):
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise KeyError("position")
-
-    with pytest.raises(MismatchError, match=r"loader: load_state_dict refused the loaded state: 'position'"):
-        load(save([capture({"loader": Counter(a=1)})]), {"loader": Picky(a=0)})
 
 
 def test_an_object_with_an_empty_state_is_filled_from_the_checkpoint():
@@ -252,12 +286,6 @@ def test_each_rank_gets_its_own_value_back():
     holder = PerRank(None)
     load(saved, {"x": {"rng": holder}}, rank=2, size=3)
     assert holder.value.tolist() == [0, 1, 2]
-
-
-def test_another_world_size_without_combine_is_a_named_error():
-    saved = save([capture({"x": PerRank(r)}) for r in range(3)])
-    with pytest.raises(MismatchError, match=r"x: saved by 3 ranks, wanted on 2; pass PerRank\(value, combine=...\)"):
-        load(saved, {"x": PerRank(0)}, rank=0, size=2)
 
 
 def test_an_object_of_each_rank_takes_what_combine_makes():
@@ -308,13 +336,6 @@ def test_a_mapping_of_copies_is_saved_and_not_loaded_into(make):
         load(saved, {"x": make(tensor)})
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(1, 1), lambda: torch.optim.SGD([torch.zeros(1)]), lambda: Counter(a=1)])
-def test_an_object_without_a_name_is_refused(make):
-    with pytest.raises(UsageError, match=r"state\[''\]: a module, an optimizer or an object needs a key that is not empty"):
-        capture({"": make(), "step": 1})
-    capture({"x": {"": Counter(a=1)}, "": {"": 1}})
-
-
 class Views(Copies):
     """A mapping whose values are views, made anew, of one memory."""
 
@@ -343,14 +364,6 @@ def test_a_loader_goes_on_from_four_ranks_to_three_without_losing_a_sample():
         load(saved, {"loader": loader}, rank=rank, size=3)
         rest += loader.value
     assert sorted(rest) == list(range(8, 20))
-
-
-def test_a_value_of_each_rank_and_one_for_all_are_not_mixed_up():
-    one, each = save([capture({"x": 1})]), save([capture({"x": PerRank(1)})])
-    with pytest.raises(MismatchError, match=r"x: saved as a value of each rank, wanted as one for all; pass PerRank"):
-        load(each, {"x": 0})
-    with pytest.raises(MismatchError, match=r"x: saved as one value for all ranks, wanted as PerRank"):
-        load(one, {"x": PerRank(0)})
 
 
 def test_a_value_of_each_rank_that_the_target_lacks_is_added_as_such():
@@ -479,29 +492,6 @@ def test_dicts_nest_as_deep_as_is_said():
     target: dict[str, Any] = {"extra": {}}
     load(saved, target, wanted=set())
     assert target == state
-
-
-class HasExtraState(nn.Module):
-    def get_extra_state(self) -> int:
-        return 1
-
-    def set_extra_state(self, state: int) -> None: ...
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"x": {"\ud800": torch.zeros(1)}},
-        {"x": {"\ud800": 1}},
-        {"\udcff": nn.Linear(1, 1)},
-        {"x": nn.ModuleDict({"a\ud800": nn.Linear(1, 1)})},
-        {"x": nn.ModuleDict({"a\ud800": HasExtraState()})},
-        {"x": PerRank({"a": 1}), "\ud800": 2},
-    ],
-)
-def test_a_name_that_is_no_text_is_refused(state: Any):
-    with pytest.raises(UnsupportedError, match="lone surrogate"):
-        capture(state)
 
 
 def test_saved_keys_that_collide_are_refused_before_they_meet():

@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
-from reshard_ckpt.storage import ANY, Buffer, Document, Hints, Lock, Storage, Version, Writer
+from reshard_ckpt.storage import Buffer, Hints, Storage, Writer
 
 Before = Callable[[str, str], None]
+
+
+def _passed_on(method: str, operation: str) -> Any:
+    """A method of `FaultyStorage` whose first argument is a key, and which does what the inner storage does."""
+
+    def call(self: FaultyStorage, key: str = "", *args: Any, **options: Any) -> Any:
+        self.before(operation, key)
+        return getattr(self.inner, method)(key, *args, **options)
+
+    return call
 
 
 @dataclass
@@ -44,41 +55,18 @@ class FaultyStorage(Storage):
         self.before("sync", " ".join(keys))
         self.inner.sync(keys)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        self.before("read_into", key)
-        self.inner.read_into(key, offset, buffers)
-
-    def document(self, key: str, limit: int) -> Document:
-        self.before("read", key)
-        return self.inner.document(key, limit)
-
-    def size(self, key: str) -> int | None:
-        self.before("size", key)
-        return self.inner.size(key)
-
-    def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        self.before("list", prefix)
-        return self.inner.list(prefix)
+    read_into = _passed_on("read_into", "read_into")
+    document = _passed_on("document", "read")
+    size = _passed_on("size", "size")
+    list = _passed_on("list", "list")
+    folders = _passed_on("folders", "list")
+    lock = _passed_on("lock", "lock")
+    lease = _passed_on("lease", "lock")
+    publish = _passed_on("publish", "publish")
 
     def free_bytes(self) -> int | None:
         self.before("free_bytes", "")
         return self.inner.free_bytes()
-
-    def folders(self, prefix: str = "") -> tuple[str, ...]:
-        self.before("list", prefix)
-        return self.inner.folders(prefix)
-
-    def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
-        self.before("lock", key)
-        return self.inner.lock(key, shared=shared, make=make)
-
-    def lease(self, key: str, note: bytes, *, ttl_s: float = 60.0, once: bool = False) -> Lock | None:
-        self.before("lock", key)
-        return self.inner.lease(key, note, ttl_s=ttl_s, once=once)
-
-    def publish(self, key: str, data: bytes, *, expected: Version = ANY) -> Version:
-        self.before("publish", key)
-        return self.inner.publish(key, data, expected=expected)
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = tuple(keys)

@@ -16,7 +16,7 @@ from reshard_ckpt.core.report import nearest
 from reshard_ckpt.errors import MismatchError, UsageError
 from reshard_ckpt.state import capture
 from tests.helpers import position_values
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 
 def lora_like(value: float) -> nn.Module:
@@ -145,25 +145,17 @@ def test_patterns_are_lists(options: dict[str, Any], tmp_path: Path):
         checkpoint.load(tmp_path, {"w": torch.ones(3)}, **options)
 
 
-def stages(folder: str) -> tuple[tuple[str, ...], bool, str]:
+@on_ranks(2)
+def test_patterns_hold_on_all_ranks(tmp_path: Path):
     """Each rank has another part of the model; both have something that the checkpoint lacks."""
     rank = dist.get_rank()
-    mine = {f"layer{rank}": torch.zeros(2), f"lora{rank}": torch.full((1,), 7.0)}
-    report = checkpoint.load(folder, {"model": mine}, allow_missing=["model.lora*"], ignore=["model.old"])
-    try:
-        checkpoint.load(folder, {"model": mine}, allow_missing=["model.lora0"], ignore=["model.old"])
-    except MismatchError as error:
-        return report.kept, bool(mine[f"layer{rank}"].all() and mine[f"lora{rank}"] == 7), str(error)
-    return report.kept, False, ""
-
-
-def test_patterns_hold_on_all_ranks(tmp_path: Path):
     checkpoint.save(tmp_path, {"model": {"layer0": torch.ones(2), "layer1": torch.ones(2), "old": torch.ones(1)}})
-    kept = tuple(f"model.lora{rank}: not in the checkpoint" for rank in range(2))
-    outcomes = run_ranks(stages, 2, str(tmp_path))
-    assert outcomes[0] == outcomes[1]
-    assert outcomes[0][:2] == (kept, True)
-    assert outcomes[0][2].startswith("model.lora1: not in the checkpoint; load")
+    mine = {f"layer{rank}": torch.zeros(2), f"lora{rank}": torch.full((1,), 7.0)}
+    report = checkpoint.load(tmp_path, {"model": mine}, allow_missing=["model.lora*"], ignore=["model.old"])
+    assert report.kept == ("model.lora0: not in the checkpoint", "model.lora1: not in the checkpoint")
+    with pytest.raises(MismatchError, match="^model.lora1: not in the checkpoint; load"):
+        checkpoint.load(tmp_path, {"model": mine}, allow_missing=["model.lora0"], ignore=["model.old"])
+    assert (mine[f"layer{rank}"].tolist(), mine[f"lora{rank}"].tolist()) == ([1, 1], [7])
 
 
 def test_the_newest_step_takes_the_same_options(tmp_path: Path):

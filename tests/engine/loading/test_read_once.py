@@ -9,20 +9,22 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm import Exchange
 from reshard_ckpt.engine.loading import load, read_once
-from reshard_ckpt.errors import CheckpointError, PeerError
+from reshard_ckpt.errors import CorruptError, PeerError
 from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.storage.local import LocalStorage
 from reshard_ckpt.storage.protocol import DISK
 from tests.helpers import position_values
-from tests.launch import run_ranks
+from tests.launch import on_ranks, run_ranks
 from tests.machines import Machines
 
 ROWS, COLUMNS = 1600, 1024
@@ -48,8 +50,6 @@ class Crossed:
     """The bytes that this process sends to other ranks in rounds, heads of messages and all."""
 
     def __init__(self) -> None:
-        import torch.distributed as dist
-
         self.num_bytes = 0
         original, rank = Exchange.start, dist.get_rank()
 
@@ -111,8 +111,6 @@ CASES = [
 
 def load_all_ways(folder: str) -> dict[str, Any]:
     """Save on this job's layout; load on each, alone and with the others."""
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     checkpoint.save(folder, {"t": layout(rank, 2, whole())})
     reads, crossed, machines, out = Reads(), Crossed(), Machines(), {}
@@ -170,74 +168,57 @@ def times_read(folder: Path, ranges: Sequence[tuple[str, int, int]]) -> np.ndarr
     return np.concatenate(list(times.values()))
 
 
-def load_damaged(folder: str) -> list[tuple[str, str, bool]]:
-    import torch.distributed as dist
-
-    outcomes = []
-    for name in ("w", "more"):
-        for verify_first in (False, True):
-            into = {"w": torch.zeros(ROWS, COLUMNS), **({} if dist.get_rank() % 2 else {"more": torch.zeros(3000)})}
-            try:
-                checkpoint.load(f"{folder}/{name}", {"t": into}, read_once=True, verify_first=verify_first)
-            except CheckpointError as error:
-                outcome = type(error).__name__, str(error)
-            else:
-                outcome = "loaded", ""
-            again = torch.zeros(3)
-            checkpoint.load(f"{folder}/whole", {"x": again}, read_once=True)  # the process group is none the worse for it
-            outcomes.append((*outcome, bool(again.all()) and not (verify_first and bool(into["w"].any()))))
-    return outcomes
-
-
+@on_ranks(4, timeout_s=800)
 def test_damage_is_raised_on_every_rank_and_the_group_lives(tmp_path: Path) -> None:
+    rank = dist.get_rank()
     checkpoint.save(tmp_path / "whole", {"x": torch.ones(3)})
     for name in ("w", "more"):
         checkpoint.save(tmp_path / name, {"t": {"w": position_values((ROWS, COLUMNS)), "more": position_values((3000,))}})
-        row = checkpoint.catalog(tmp_path / name).tensor(f"t.{name}").shards[0]
-        file = tmp_path / name / row.file.key
-        data = bytearray(file.read_bytes())
+        flip_half(tmp_path / name, f"t.{name}")
+        for verify_first in (False, True):
+            into = {"w": torch.zeros(ROWS, COLUMNS), **({} if rank % 2 else {"more": torch.zeros(3000)})}
+            with pytest.raises(CorruptError, match="is damaged in bytes") as raised:
+                checkpoint.load(tmp_path / name, {"t": into}, read_once=True, verify_first=verify_first)
+            if verify_first:
+                assert "no tensor was changed" in str(raised.value)
+                assert not into["w"].any()
+            again = torch.zeros(3)
+            checkpoint.load(tmp_path / "whole", {"x": again}, read_once=True)  # the process group is none the worse for it
+            assert again.all()
+
+
+def flip_half(path: Path, name: str) -> None:
+    """Let rank 0 flip a bit in the middle of the first part of a tensor."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        row = checkpoint.catalog(path).tensor(name).shards[0]
+        data = bytearray((path / row.file.key).read_bytes())
         data[row.offset + row.num_bytes // 2] ^= 4
-        file.write_bytes(data)
-    for outcomes in run_ranks(load_damaged, 4, str(tmp_path), timeout_s=800):
-        assert len(outcomes) == 4
-        for i, (kind, message, fine) in enumerate(outcomes):
-            assert kind == "CorruptError"
-            assert "is damaged in bytes" in message
-            assert fine
-            if i % 2:  # verify_first
-                assert "no tensor was changed" in message
+        (path / row.file.key).write_bytes(data)
+    dist.barrier()
 
 
-def load_with_one_rank_failing(folder: str) -> tuple[str, str]:
-    import torch.distributed as dist
-
-    read_once.ROUND_BYTES = 1 << 20
-    if dist.get_rank() == 2:
-        taken = iter(range(100))
-        original = read_once.Mover.unpack
-
-        def failing(self: Any, *args: Any, **kwargs: Any) -> None:
-            if next(taken) == 1:
-                raise MemoryError("no room on rank 2")
-            original(self, *args, **kwargs)
-
-        read_once.Mover.unpack = failing  # type: ignore[method-assign]
-    try:
-        checkpoint.load(folder, {"w": torch.zeros(4 * ROWS, COLUMNS)}, read_once=True)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "loaded", ""
-
-
+@on_ranks(3, timeout_s=800)
 def test_rank_that_fails_in_the_middle_of_the_rounds_stops_all(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"w": position_values((4 * ROWS, COLUMNS))})
-    outcomes = run_ranks(load_with_one_rank_failing, 3, str(tmp_path), timeout_s=800)
+    read_once.ROUND_BYTES = 1 << 20
+    rank, taken, unpack = dist.get_rank(), iter(range(100)), read_once.Mover.unpack
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> None:
+        if rank == 2 and next(taken) == 1:
+            raise MemoryError("no room on rank 2")
+        unpack(self, *args, **kwargs)
+
+    with mock.patch.object(read_once.Mover, "unpack", failing), pytest.raises(PeerError) as raised:
+        checkpoint.load(tmp_path, {"w": torch.zeros(4 * ROWS, COLUMNS)}, read_once=True)
     told = "MemoryError: no room on rank 2; already overwritten, wholly or in part: w"
-    assert outcomes == [("PeerError", f"rank 2: {told}")] * 2 + [("PeerError", told)]
+    assert str(raised.value) == (told if rank == 2 else f"rank 2: {told}")
 
 
-def load_while_the_group_fails(folder: str) -> tuple[list[str], str]:
-    """The process group fails when round 1 begins, while the windows of round 2 are being read: name the tensors that changed."""
+@on_ranks(2)
+def test_what_is_still_read_when_the_group_fails_is_named(tmp_path: Path) -> None:
+    """The process group fails when round 1 begins, while the windows of round 2 are being read."""
+    checkpoint.save(tmp_path, {f"w{i}": position_values((1 << 18,), salt=i + 1) for i in range(8)})
     raised, started = threading.Event(), threading.Event()
     read_once.ROUND_BYTES, load.REQUEST_BYTES = 1 << 19, 1
     LocalStorage.hints = replace(DISK, read_bytes=1 << 20)  # type: ignore[assignment]
@@ -262,21 +243,12 @@ def load_while_the_group_fails(folder: str) -> tuple[list[str], str]:
 
     read_once.Rounds._start, read_once._SharedWindows._read_ahead = failing, held_up  # type: ignore[method-assign]
     into = {f"w{i}": torch.full((1 << 18,), -1.0) for i in range(8)}
-    told = ""
-    try:
-        checkpoint.load(folder, into, read_once=True, timeout_s=60)
-    except PeerError as error:
-        told = str(error)
-    return [name for name, tensor in into.items() if not bool((tensor == -1).all())], told
-
-
-def test_what_is_still_read_when_the_group_fails_is_named(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {f"w{i}": position_values((1 << 18,), salt=i + 1) for i in range(8)})
-    for changed, told in run_ranks(load_while_the_group_fails, 2, str(tmp_path)):
-        assert "the group is gone; on this rank already overwritten" in told
-        assert 1 < len(changed) < 8
-        more = re.search(r"and (\d+) more", told)
-        assert sum(name in told for name in changed) + (int(more[1]) if more else 0) == len(changed), told
+    with pytest.raises(PeerError, match="the group is gone; on this rank already overwritten") as failed:
+        checkpoint.load(tmp_path, into, read_once=True, timeout_s=60)
+    changed, told = [name for name, tensor in into.items() if not bool((tensor == -1).all())], str(failed.value)
+    assert 1 < len(changed) < 8
+    more = re.search(r"and (\d+) more", told)
+    assert sum(name in told for name in changed) + (int(more[1]) if more else 0) == len(changed), told
 
 
 def test_one_process_reads_as_ever(tmp_path: Path) -> None:
@@ -286,79 +258,53 @@ def test_one_process_reads_as_ever(tmp_path: Path) -> None:
     assert torch.equal(into, position_values((10, 10)))
 
 
-def load_few_columns_of_wide_rows(folder: str) -> list[str]:
+@on_ranks(2)
+def test_what_is_read_with_gaps_is_packed_from_the_right_places(tmp_path: Path) -> None:
     """Two ranks want the same columns of rows that are longer than a block, so that what is read has gaps."""
-    import torch.distributed as dist
-
-    wrong = []
     for width in (20_000, 33_000, 80_000, 200_000):
-        whole = position_values((40, width))
-        path = f"{folder}/{width}"
+        whole, path = position_values((40, width)), tmp_path / str(width)
         checkpoint.save(path, {"w": shard(dist.get_rank(), 2, 0, whole)})
         for verify in (True, False):
             for first, count in ((0, 16), (width // 2 + 3, 7), (width - 5, 5)):
                 part = whole[:, first : first + count]
                 into = LocalShard(torch.full_like(part, -1), tuple(whole.shape), (0, first))
                 checkpoint.load(path, {"w": into}, verify=verify, read_once=True)
-                if not torch.equal(into.tensor, part):
-                    wrong.append(f"{width} {verify} {first}")
-    return wrong
+                assert torch.equal(into.tensor, part), (width, verify, first)
 
 
-def test_what_is_read_with_gaps_is_packed_from_the_right_places(tmp_path: Path) -> None:
-    assert run_ranks(load_few_columns_of_wide_rows, 2, str(tmp_path)) == [[], []]
-
-
-def load_in_groups(folder: str) -> dict[str, Any]:
+@on_ranks(4)
+def test_ranks_that_share_next_to_nothing_with_others_exchange_among_themselves(tmp_path: Path) -> None:
     """Ranks 0 and 2, and 1 and 3, hold the same halves, and all the same norm; a file of one pair is damaged in the last load."""
-    import torch.distributed as dist
-
     rank, whole, sizes = dist.get_rank(), position_values((ROWS, COLUMNS)), []
     norm = position_values((64,), salt=1)
-    checkpoint.save(folder, {"t": shard(rank % 2, 2, 0, whole), "norm": norm.clone()})
-    original = read_once.divide_reads
+    checkpoint.save(tmp_path, {"t": shard(rank % 2, 2, 0, whole), "norm": norm.clone()})
+    divide = read_once.divide_reads
 
     def noting(wants: Sequence[Any], *rest: Any) -> Any:
         sizes.append(len(wants))
-        return original(wants, *rest)
+        return divide(wants, *rest)
 
     read_once.divide_reads = noting
-    reads, out = Reads(), {}
-    for name, value, objects in (
-        ("disk", "auto", False), ("small", "auto", True), ("objects", "auto", True), ("once", True, False),
+    reads = Reads()
+    for name, value, objects, groups in (
+        ("disk", "auto", False, []), ("small", "auto", True, []), ("objects", "auto", True, [2]), ("once", True, False, [2]),
     ):  # fmt: skip
         read_once.SMALL_BYTES = 1 << 30 if name == "small" else 1
         LocalStorage.hints = replace(DISK, has_locks=not objects)  # type: ignore[assignment]
         into, own_norm = shard(rank % 2, 2, 0, torch.full_like(whole, -1)), torch.full_like(norm, -1)
         reads.ranges.clear()
         sizes.clear()
-        checkpoint.load(folder, {"t": into, "norm": own_norm}, read_once=value)
-        right = torch.equal(into.tensor, shard(rank % 2, 2, 0, whole).tensor) and torch.equal(own_norm, norm)
-        out[name] = right, list(sizes), list(reads.ranges)
-    dist.barrier()
-    if rank == 0:
-        row = checkpoint.catalog(folder).tensor("t").shards[0]
-        file = Path(folder) / row.file.key
-        data = bytearray(file.read_bytes())
-        data[row.offset + row.num_bytes // 2] ^= 4
-        file.write_bytes(data)
-    dist.barrier()
-    try:
-        checkpoint.load(folder, {"t": into}, read_once=True)
-    except CheckpointError as error:
-        out["damaged"] = type(error).__name__, str(error)
-    return out
-
-
-def test_ranks_that_share_next_to_nothing_with_others_exchange_among_themselves(tmp_path: Path) -> None:
-    by_rank = run_ranks(load_in_groups, 4, str(tmp_path))
-    for name, sizes in (("disk", []), ("small", []), ("objects", [2]), ("once", [2])):
-        assert [result[name][:2] for result in by_rank] == [(True, sizes)] * 4
-        times = times_read(tmp_path, [r for result in by_rank for r in result[name][2]])
-        assert times.max() == (2 if sizes else 4)
+        checkpoint.load(tmp_path, {"t": into, "norm": own_norm}, read_once=value)
+        assert torch.equal(into.tensor, shard(rank % 2, 2, 0, whole).tensor)
+        assert torch.equal(own_norm, norm)
+        assert sizes == groups, name
+        of_ranks: list[list[Any]] = [[]] * 4
+        dist.all_gather_object(of_ranks, reads.ranges)
+        times = times_read(tmp_path, [one for ranges in of_ranks for one in ranges])
+        assert times.max() == (2 if groups else 4)
         # Each pair reads the blocks with the norm, and once, if at all, the rest.
-        assert not sizes or 0 < (times == 2).sum() <= 2 * BLOCK_BYTES
-        assert not sizes or (times == 1).sum() >= 4 * ROWS * COLUMNS - 2 * BLOCK_BYTES
-    for result in by_rank:
-        assert result["damaged"][0] == "CorruptError"
-        assert "is damaged in bytes" in result["damaged"][1]
+        assert not groups or 0 < (times == 2).sum() <= 2 * BLOCK_BYTES
+        assert not groups or (times == 1).sum() >= 4 * ROWS * COLUMNS - 2 * BLOCK_BYTES
+    flip_half(tmp_path, "t")
+    with pytest.raises(CorruptError, match="is damaged in bytes"):
+        checkpoint.load(tmp_path, {"t": into}, read_once=True)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, UnsupportedError
 from tests.damage import Calls
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 DATA = Path(os.environ.get("BYTECHECKPOINT_FOLDERS") or Path(__file__).resolve().parents[2] / "data" / "bytecheckpoint").resolve()
 FLAVOURS = ["fsdp", "fsdp-flat", "fsdp2", "ddp"]
@@ -97,24 +97,19 @@ def test_what_differs_between_ranks_is_asked_for_by_rank() -> None:
     assert (own["1"]["rank"], own["1"]["rng"].tolist()) == (1, [1, 2, 3, 4])
 
 
-def load_on_ranks(folder: str) -> list[str]:
+@pytest.mark.slow
+@on_ranks(3)
+def test_ranks_under_fsdp2_load_every_flavour() -> None:
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
-    bad = []
     for flavour in FLAVOURS:
         net = Net()
         fully_shard(net, mesh=mesh)
         optimizer = torch.optim.AdamW(net.parameters())
-        checkpoint.load(Path(folder, flavour), {"model": net, "optimizer": optimizer}, rename=rename(flavour))
+        checkpoint.load(DATA / flavour, {"model": net, "optimizer": optimizer}, rename=rename(flavour))
         wanted = expected(flavour)
         for name, param in net.named_parameters():
             held = {f"model.{name}": param, f"optimizer.state.{name}.exp_avg_sq": optimizer.state[param]["exp_avg_sq"]}
-            bad += [f"{flavour}: {key}" for key, value in held.items() if not torch.equal(value.full_tensor(), wanted[key])]
-    return bad
-
-
-@pytest.mark.slow
-def test_ranks_under_fsdp2_load_every_flavour() -> None:
-    assert run_ranks(load_on_ranks, 3, str(DATA)) == [[]] * 3
+            assert all(torch.equal(value.full_tensor(), wanted[key]) for key, value in held.items()), (flavour, name)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from reshard_ckpt import checkpoint, megatron
-from reshard_ckpt.errors import CheckpointNotFound, MismatchError, UnsupportedError
+from reshard_ckpt.errors import CheckpointNotFound, LayoutError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.families.megatron import strategies
 from tests.families.megatron import values
 from tests.families.megatron.folders import unpack
@@ -37,7 +37,7 @@ from tests.families.megatron.stand_ins import (
     shards_of,
     whole,
 )
-from tests.launch import run_ranks
+from tests.launch import on_ranks, run_ranks
 from tests.warm_python import warm_python
 
 ARGS = argparse.Namespace(lr=0.1, dtype=torch.bfloat16, of_groups=argparse.Namespace(tp=2))
@@ -129,106 +129,95 @@ def test_models_and_distributed_optimizers_load_over_changes_of_all_axes(tmp_pat
     assert json.loads((tmp_path / "0" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
 
-def _caught(call, *args: Any, **options: Any) -> str:
-    """Return the class and message of the error that a call raises."""
-    try:
-        call(*args, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def _sharded(key: str, rank: int, **options: Any) -> ShardedTensor:
     return ShardedTensor(key, part(key, (4, 3), (rank, 0), (1, 3)).clone(), (1, 3), (4, 3), (rank, 0), **options)
 
 
-def _failures(path: str) -> dict[str, Any]:
-    """Saves and loads that fail or warn, on two ranks; what each says there."""
-    rank, said = dist.get_rank(), {}
+@on_ranks(2)
+def test_what_cannot_be_saved_is_named_on_every_rank(tmp_path):
+    rank, path = dist.get_rank(), str(tmp_path / "step")
     half = {"model": {"w": _sharded("w", rank)}}  # rows 2 and 3 are nobody's
-    said["undeclared"] = _caught(megatron.save, half, path)
-    said["lost"] = _caught(megatron.save, {"o": ShardedObject("of.ranks", rank, (2,), (rank,), rank)}, path)
-    said["no main"] = _caught(megatron.save, {"o": ShardedObject("of.all", 1, (1, 1), (0, 0), (rank, 1))}, path)
-    said["no main here"] = _caught(megatron.save, {"o": [ShardedObject("rng", 1, (1,), (0,), 1)][rank:]}, path)
-    said["no data"] = _caught(
-        megatron.save, {"w": _sharded("w", rank), "v": [ShardedTensor("v", None, (1,), (1,), (0,))][rank:]}, path
-    )
-    said["unknown strategy"] = _caught(megatron.save, half, path, sharded_strategy=object())
-    said["unknown mode"] = _caught(megatron.load, half, path, strict="all")
-    said["nothing there"] = os.path.exists(path) and os.listdir(path)
+    no_data = {"w": _sharded("w", rank), "v": [ShardedTensor("v", None, (1,), (1,), (0,))][rank:]}
+    of_ranks = "of.ranks: 1 of its 2 objects have a main replica, shard_0_2 first"
+    for tree, error, says in (
+        (half, LayoutError, "w: no rank holds"),
+        ({"o": ShardedObject("of.ranks", rank, (2,), (rank,), rank)}, LayoutError, of_ranks),
+        ({"o": ShardedObject("of.all", 1, (1, 1), (0, 0), (rank, 1))}, LayoutError,
+         "of.all: none of its 1 objects have a main replica; have one rank declare"),
+        ({"o": [ShardedObject("rng", 1, (1,), (0,), 1)][rank:]}, LayoutError, "rng: none of its 1 objects have a main replica"),
+        (no_data, UsageError, "v: this ShardedTensor has no data"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=says):
+            megatron.save(tree, path)
+    with pytest.raises(UnsupportedError):
+        megatron.save(half, path, sharded_strategy=object())
+    with pytest.raises(UsageError):
+        megatron.load(half, path, strict="all")
+    assert not os.path.exists(path) or not os.listdir(path)
 
-    differing = torch.full((64, 3), float(rank))
+
+@on_ranks(2)
+def test_replicas_that_differ_are_named_once_and_the_main_one_is_saved(tmp_path):
+    rank = dist.get_rank()
     replica = {
-        "w": ShardedTensor("w", differing, (64, 3), (64, 3), (0, 0), (0, 1 - rank)),
+        "w": ShardedTensor("w", torch.full((64, 3), float(rank)), (64, 3), (64, 3), (0, 0), (0, 1 - rank)),
         "same": ShardedTensor("same", torch.ones(3), (3,), (3,), (0,), rank),
         "object": ShardedObject("an.object", rank, (1,), (0,), rank),
     }
-    said["replicas"] = _caught(megatron.save, replica, path, replicas="error")
+    with pytest.raises(LayoutError, match="w: replicas differ"):
+        megatron.save(replica, tmp_path, replicas="error")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        megatron.save(replica, path)
-    said["warned"] = [str(w.message) for w in caught if "replicas" in str(w.message)]
-    said["values"] = checkpoint.catalog(path).value_names
+        megatron.save(replica, tmp_path)
+    of_ranks: list[list[str]] = [[], []]
+    dist.all_gather_object(of_ranks, [str(w.message) for w in caught if "replicas" in str(w.message)])
+    (warned,) = of_ranks[0] + of_ranks[1]
+    assert "w: replicas differ between ranks; the main replica of each is saved whole" in warned
+    assert checkpoint.catalog(tmp_path).value_names == ("an.object/shard_0_1",)
     back = torch.zeros(64, 3)
-    megatron.load({"w": ShardedTensor("w", back, (64, 3), (64, 3), (0, 0), rank)}, path)
-    said["main"] = back.unique().tolist()  # rank 1 has the main one
-    megatron.async_save(replica, path).result()
+    megatron.load({"w": ShardedTensor("w", back, (64, 3), (64, 3), (0, 0), rank)}, tmp_path)
+    assert back.unique().tolist() == [1.0]  # rank 1 has the main one
+    megatron.async_save(replica, tmp_path).result()
 
+
+@on_ranks(2)
+def test_what_does_not_fit_a_checkpoint_is_named_as_the_strictness_says(tmp_path):
+    rank, w = dist.get_rank(), torch.zeros(64, 3)
+    saved = {
+        "w": ShardedTensor("w", w, (64, 3), (64, 3), (0, 0), rank),
+        "same": ShardedTensor("same", torch.ones(3), (3,), (3,), (0,), rank),
+        "object": ShardedObject("an.object", rank, (1,), (0,), rank),
+    }
+    megatron.save(saved, tmp_path)
     wanted = {
-        "w": ShardedTensor("w", back, (64, 3), (64, 3), (0, 0)),
+        "w": ShardedTensor("w", w, (64, 3), (64, 3), (0, 0)),
         "more": _sharded("more", rank),
         "list": [_sharded("more", rank)],
     }
-    for mode in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
-        said[mode] = _caught(megatron.load, wanted, path, strict=mode)
-    out, missing, unexpected = megatron.load(wanted, path, strict=StrictHandling.RETURN_ALL)
-    said["returned"] = sorted(out), missing, unexpected
-    said["logged"] = sorted(megatron.load(wanted, path, strict=StrictHandling.LOG_ALL))
+    for mode, is_unexpected in (("assume_ok_unexpected", False), ("raise_unexpected", False), ("raise_all", True)):
+        with pytest.raises(MismatchError) as refused:
+            megatron.load(wanted, tmp_path, strict=mode)
+        assert ("more: not in the checkpoint" in str(refused.value)) or is_unexpected
+        assert ("same: in the checkpoint, but in no rank's tree" in str(refused.value)) == is_unexpected
+    out, missing, unexpected = megatron.load(wanted, tmp_path, strict=StrictHandling.RETURN_ALL)
+    assert (sorted(out), missing, unexpected) == (["w"], {"an.object", "same"}, {"more"})
+    assert sorted(megatron.load(wanted, tmp_path, strict=StrictHandling.LOG_ALL)) == ["w"]
     narrow = {"w": ShardedTensor("w", torch.zeros(64, 2), (64, 2), (64, 2), (0, 0))}
-    said["shape"] = _caught(megatron.load, narrow, path)
-    said["objects"] = _caught(megatron.load, {"o": ShardedObject("o", None, (1,), (0,))}, path)
-    return said
+    with pytest.raises(MismatchError, match=r"saved with global shape \(64, 3\), wanted \(64, 2\)"):
+        megatron.load(narrow, tmp_path)
+    with pytest.raises(MismatchError, match="o/shard_0_1: not in the checkpoint"):
+        megatron.load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path)
 
 
-def test_what_cannot_be_saved_or_loaded_is_named_on_every_rank(tmp_path):
-    warned: list[str] = []
-    for said in run_ranks(_failures, 2, str(tmp_path / "step")):
-        assert "LayoutError" in said["undeclared"]
-        assert "w: no rank holds" in said["undeclared"]
-        assert "LayoutError" in said["lost"]
-        assert "of.ranks: 1 of its 2 objects have a main replica, shard_0_2 first" in said["lost"]
-        assert "of.all: none of its 1 objects have a main replica; have one rank declare" in said["no main"]
-        assert "rng: none of its 1 objects have a main replica" in said["no main here"]
-        assert "UsageError" in said["no data"]
-        assert "v: this ShardedTensor has no data" in said["no data"]
-        assert "UnsupportedError" in said["unknown strategy"]
-        assert "UsageError" in said["unknown mode"]
-        assert not said["nothing there"]
-        assert "LayoutError" in said["replicas"]
-        assert "w: replicas differ" in said["replicas"]
-        assert said["values"] == ("an.object/shard_0_1",)
-        assert said["main"] == [1.0]
-        warned.extend(said["warned"])
-        assert "more: not in the checkpoint" in said["assume_ok_unexpected"]
-        assert "more: not in the checkpoint" in said["raise_unexpected"]
-        assert "same: in the checkpoint" not in said["raise_unexpected"]
-        assert "same: in the checkpoint, but in no rank's tree" in said["raise_all"]
-        assert said["returned"] == (["w"], {"an.object", "same"}, {"more"})
-        assert said["logged"] == ["w"]
-        assert "saved with global shape (64, 3), wanted (64, 2)" in said["shape"]
-        assert "o/shard_0_1: not in the checkpoint" in said["objects"]
-    assert len(warned) == 1
-    assert "w: replicas differ between ranks; the main replica of each is saved whole" in warned[0]
-
-
-def _vocabularies(path: str) -> list[str]:
+@on_ranks(4)
+def test_a_vocabulary_padded_otherwise_keeps_what_was_saved_and_is_zero_beyond(tmp_path):
     """Save a padded vocabulary, and load it into larger and smaller ones of other layouts."""
     rank, wrong = dist.get_rank(), []
-    _save(path, Grid(0, tp=2, dp=2, vocabulary=8))
+    _save(tmp_path, Grid(0, tp=2, dp=2, vocabulary=8))
     for grid in (Grid(0, tp=4, vocabulary=12), Grid(0, dp=4, vocabulary=10, bucket=30), Grid(0, tp=2, pp=2, vocabulary=6)):
         model = build(on_rank(grid, rank), filled=False)
         optimizer = optimizer_of(model, stepped=False)
-        megatron.load({"model": model.sharded_state_dict(), "optimizer": optimizer}, path)
+        megatron.load({"model": model.sharded_state_dict(), "optimizer": optimizer}, tmp_path)
         for name, sharded in model.sharded.items():
             if name == "embedding":
                 first, rows = sharded.global_offset[0], sharded.local_shape[0]
@@ -240,7 +229,7 @@ def _vocabularies(path: str) -> list[str]:
                             saved = _padded(f"optimizer.state.{key}.embedding", first, rows).flatten()[run]
                             if not torch.equal(state, saved):
                                 wrong.append(f"{grid} {key}: {state.tolist()}")
-    return wrong
+    assert not wrong
 
 
 def _padded(key: str, first: int, rows: int) -> torch.Tensor:
@@ -248,10 +237,6 @@ def _padded(key: str, first: int, rows: int) -> torch.Tensor:
     full = torch.zeros(64, 4)
     full[:8] = whole(key, (8, 4))
     return full[first : first + rows]
-
-
-def test_a_vocabulary_padded_otherwise_keeps_what_was_saved_and_is_zero_beyond(tmp_path):
-    assert run_ranks(_vocabularies, 4, str(tmp_path)) == [[]] * 4
 
 
 def test_a_factory_that_rearranges_is_refused_in_an_optimizer_and_saved_in_a_model():

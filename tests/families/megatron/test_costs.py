@@ -15,7 +15,7 @@ from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.comm.store import StoreComm
 from reshard_ckpt.storage.local import LocalStorage
 from tests.families.megatron.stand_ins import DistributedOptimizer, ShardedTensor
-from tests.launch import run_ranks
+from tests.launch import on_ranks
 
 COLLECTIVES = {
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
@@ -59,30 +59,22 @@ def _job(tp: int) -> tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor
     return {"model": {"w": weight}, "optimizer": optimizer}, [param.detach(), *states.values()], places
 
 
-def _counted(root: str) -> list[tuple[list[int], int, int, int]]:
-    """Save on a layout and load on another: the bytes that each rank wrote, all there are, those that this wants and read."""
-    found = []
-    for i, (saved, loaded) in enumerate([(2, 4), (4, 1), (1, 2)]):
-        tree, tensors, places = _job(saved)
+@on_ranks(4)
+def test_ranks_share_the_writing_and_read_what_they_want(tmp_path: Path) -> None:
+    """Save on a layout and load on another: of a model and of the runs of its optimizer, whatever is cut and replicated."""
+    for saved, loaded in ((2, 4), (4, 1), (1, 2)):
+        path, (tree, tensors, places) = tmp_path / str(saved), _job(saved)
         for tensor, place in zip(tensors, places, strict=True):
             tensor.copy_(place)
-        megatron.save(tree, f"{root}/{i}")
-        files = checkpoint.catalog(f"{root}/{i}").files
+        megatron.save(tree, path)
+        files = checkpoint.catalog(path).files
         written = [sum(file.size for file in files if file.rank == rank) for rank in range(4)]
+        assert max(written) <= 1.1 * 16 * SIDE * SIDE / 4
         tree, tensors, places = _job(loaded)
         with counted_reads() as read:
-            megatron.load(tree, f"{root}/{i}")
+            megatron.load(tree, path)
         assert all(map(torch.equal, tensors, places)), (saved, loaded)
-        found.append((written, 16 * SIDE * SIDE, sum(tensor.nbytes for tensor in tensors), sum(read)))
-    return found
-
-
-def test_ranks_share_the_writing_and_read_what_they_want(tmp_path: Path) -> None:
-    """Of a model and of the runs of its optimizer, whatever is cut and replicated."""
-    for counts in run_ranks(_counted, 4, str(tmp_path)):
-        for written, total, wanted, read in counts:
-            assert max(written) <= 1.1 * total / 4
-            assert read <= 1.2 * wanted + (1 << 20)
+        assert sum(read) <= 1.2 * sum(tensor.nbytes for tensor in tensors) + (1 << 20)
 
 
 class CountedStore:
@@ -133,16 +125,13 @@ def _number_of_calls(root: str, num: int) -> list[list[str]]:
     return found
 
 
-def _all_calls(root: str) -> list[list[list[str]]]:
+@on_ranks(2)
+def test_neither_collectives_nor_messages_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
     with counted_calls() as calls:
         dist.barrier()
     assert calls == ["barrier"]
-    return [_number_of_calls(root, num) for num in (1, 2, 50)]  # what is done once in a process is done by the first
-
-
-def test_neither_collectives_nor_messages_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
-    for _, few, many in run_ranks(_all_calls, 2, str(tmp_path)):
-        assert few == many
-        for calls in few:
-            assert 0 < len(calls) < 40
-            assert not set(calls) & COLLECTIVES
+    _, few, many = (_number_of_calls(str(tmp_path), num) for num in (1, 2, 50))  # the first does what is done once in a process
+    assert few == many
+    for calls in few:
+        assert 0 < len(calls) < 40
+        assert not set(calls) & COLLECTIVES
