@@ -5,7 +5,8 @@
 1. Meet: open the session (a gather). Ranks that call another function, or with another `replicas`, are told so. An incremental
    save opens its base (a gather and a broadcast) once the state is captured; before that, rank 0 of a `Manager` broadcasts which.
 2. Wait for the previous save of this process.
-3. Capture the state on this rank. With `exclude`, compare its unused patterns (a gather and a broadcast).
+3. Capture the state on this rank. With `exclude`, compare its unused patterns (a gather and a broadcast). With `first_metadata`,
+   rank 0 broadcasts the metadata that it made.
 4. Agree (`agreement`: a gather and a broadcast, then a gather and a scatter if rank 0 asks for them). With `compare_first`,
    compare replicas (a gather and a broadcast), and if some differ, capture and agree again. With `rows`, choose them
    (`touched`: a gather and a broadcast, and an exchange).
@@ -179,6 +180,8 @@ def run_save(
         storage = session.enter_context(open_storage(unlinked_path(path), timeout_s=options.timeout_s))
         if callable(options.base):
             options = replace(options, base=value_of_first(comm, options.base))
+        if options.first_metadata:
+            options = replace(options, metadata=value_of_first(comm, options.first_metadata))
         base = None if options.base is None else _open_base(session, comm, storage, options)
         # 4. Agree. Rank 0 looks at the path before any rank can make a file.
         with recorder.step("agree"):

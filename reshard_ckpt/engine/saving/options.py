@@ -57,6 +57,8 @@ class SaveOptions:
     """Whether to compare replicas before anything is written, and to capture again the tensors whose replicas differ."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
     """Small files by key, which rank 0 publishes just before the catalog."""
+    first_metadata: Callable[[], Any] | None = None
+    """A function that only rank 0 calls; it returns the metadata to save, in place of `metadata`."""
     check_names: Callable[[list[str], list[str]], None] = lambda names, claims: None
     """A check that rank 0 calls with the names of all values and all claims (`StateBuilder.claim`). Its error is raised on all
     ranks."""

@@ -26,7 +26,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -211,7 +211,7 @@ def _options(tree: SavedTree, sha256: bool) -> dict[str, Any]:
         beside[COMMON_FILE] = file.getvalue()
     return {
         "process_group": tree.process_group,
-        "metadata": metadata_of(tree.tree, beside.get(COMMON_FILE)),
+        "first_metadata": partial(metadata_of, tree.tree, beside.get(COMMON_FILE)),  # only its rank has the file's digest
         "sha256": sha256,
         "beside": beside,
         "check_names": check_objects,

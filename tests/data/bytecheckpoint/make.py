@@ -11,6 +11,7 @@ under the names that this library gives them.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -111,7 +112,9 @@ def main(folder: str, flavour: str) -> None:
         save_file(expected, Path(folder, "expected.safetensors"))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # the package's own threads and server keep the interpreter from its end
+    for server in multiprocessing.active_children():
+        server.kill()  # `os._exit` would leave it behind
+    os._exit(0)  # the package's own threads keep the interpreter from its end
 
 
 if __name__ == "__main__":

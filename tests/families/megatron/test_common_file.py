@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from reshard_ckpt import megatron
 from reshard_ckpt.engine.saving import commit
 from reshard_ckpt.errors import CorruptError, StorageError
 from tests.families.megatron.stand_ins import ShardedObject, ShardedTensor
+from tests.launch import run_ranks
 
 
 def test_a_common_state_that_is_an_object_lies_where_megatron_looks_for_it(tmp_path):
@@ -28,10 +30,21 @@ def test_a_common_state_that_is_an_object_lies_where_megatron_looks_for_it(tmp_p
         assert megatron.load_common_state_dict(str(path)) == common.data
 
 
-def save_common(path: Any, iteration: int) -> None:
-    common = ShardedObject("common_state", {"iteration": iteration}, (1,), (0,), replica_id=0)
+def save_common(path: Any, iteration: int, rank: int = 0) -> None:
+    """Save as Megatron 0.19 does: each rank has the common state as an object, and the main replica is rank 0's."""
+    common = ShardedObject("common_state", {"iteration": iteration + 10 * rank}, (1,), (0,), replica_id=rank)
     weight = ShardedTensor("w", torch.arange(6.0) + iteration, (6,), (6,), (0,))
     megatron.save({"m": {"w": weight}, "common_state": common}, str(path))
+
+
+def save_common_here(path: str) -> None:
+    save_common(path, 1, dist.get_rank())
+
+
+def test_the_common_state_of_rank_0_is_saved_for_all_ranks(tmp_path):
+    run_ranks(save_common_here, 2, str(tmp_path))
+    assert torch.load(tmp_path / "common.pt", weights_only=True) == {"iteration": 1}
+    assert megatron.load_common_state_dict(str(tmp_path)) == {"iteration": 1}
 
 
 def test_a_save_that_fails_at_its_commit_leaves_the_common_state_of_before(tmp_path, monkeypatch):
