@@ -74,7 +74,9 @@ class OutputFolder(NamedTuple):
 
 
 @contextmanager
-def new_folder(dst: str, src: Sequence[str], *, identity: str | None = None, overwrite: bool) -> Iterator[OutputFolder]:
+def new_folder(
+    dst: str, src: Sequence[str], held: list[Lock], *, identity: str | None = None, overwrite: bool
+) -> Iterator[OutputFolder]:
     """Yield a folder to write to; when the block ends, it is moved to `dst`, durably.
 
     If the block raises, nothing is left. If the process is killed, the next call with the same `identity` finds its files.
@@ -83,6 +85,9 @@ def new_folder(dst: str, src: Sequence[str], *, identity: str | None = None, ove
     ----------
     src
         The real paths of the checkpoint that is read meanwhile, and of its files; `dst` may hold none of them.
+    held
+        Gets the lease of the result's prefix in an object store. Check it before each write: once it is lost, another conversion
+        may write files of the same names there.
     identity
         The hexadecimal digits of the result's identity (see `engine.common.resuming`); None starts anew each time.
 
@@ -94,7 +99,7 @@ def new_folder(dst: str, src: Sequence[str], *, identity: str | None = None, ove
         Another conversion to `dst` is under way.
     """
     if is_object_path(dst):
-        with _new_prefix(dst, src, identity, overwrite=overwrite) as storage, tempfile.TemporaryDirectory() as notes:
+        with _new_prefix(dst, src, held, identity, overwrite=overwrite) as storage, tempfile.TemporaryDirectory() as notes:
             yield OutputFolder(storage.url, notes)
         return
     with _partial_folder(dst, src, identity, overwrite=overwrite) as (path, partial):
@@ -131,7 +136,7 @@ def new_file(dst: str, src: Sequence[str], *, overwrite: bool) -> Iterator[str]:
 
 
 @contextmanager
-def _new_prefix(dst: str, src: Sequence[str], identity: str | None, *, overwrite: bool) -> Iterator[Storage]:
+def _new_prefix(dst: str, src: Sequence[str], held: list[Lock], identity: str | None, *, overwrite: bool) -> Iterator[Storage]:
     """Yield the store of an empty prefix that only this process writes to. If the block raises, nothing is left there.
 
     If the same conversion was killed after it published its catalog, its files are still there. If `dst` holds another
@@ -147,7 +152,7 @@ def _new_prefix(dst: str, src: Sequence[str], identity: str | None, *, overwrite
         # With a catalog the checkpoint is whole, so it stays: it was to be replaced, or its conversion lacks only the last step.
         is_dead = CONVERT_LOCK in found and (CATALOG_KEY not in found or left == note)
         if _is_empty(found) or (is_dead and (overwrite or left != _REPLACEMENT)):
-            with _filled(storage, found, note, goes_on=CATALOG_KEY in found):
+            with _filled(storage, found, note, held, goes_on=CATALOG_KEY in found):
                 if CONVERT_LOCK in found:  # it may have been replacing a checkpoint
                     with open_storage(beside) as made:
                         made.delete(_keys(made))
@@ -156,23 +161,27 @@ def _new_prefix(dst: str, src: Sequence[str], identity: str | None, *, overwrite
         if not overwrite:
             raise _exists(dst)
         _check_replaceable(storage, src)
-        with open_storage(beside) as made, _filled(made, _keys(made), note):
+        with open_storage(beside) as made, _filled(made, _keys(made), note, held):
             yield made
             _refuse_referred(storage.url)  # again, because it may have taken hours to make the result
             keys = _keys(made) - {CONVERT_LOCK}
             with _leased(storage, _REPLACEMENT) as lease:
                 _retire(storage)
                 storage.delete(_keys(storage) - {CONVERT_LOCK})
-                at_once(storage, *(partial(copy_file, made, key, storage) for key in sorted(keys - {CATALOG_KEY})))
-                lease.check()
-                for key in keys & {CATALOG_KEY}:  # last: with it, the checkpoint is there
+
+                def copy(key: str) -> None:
+                    lease.check()
                     copy_file(made, key, storage)
+
+                at_once(storage, *(partial(copy, key) for key in sorted(keys - {CATALOG_KEY})))
+                for key in keys & {CATALOG_KEY}:  # last: with it, the checkpoint is there
+                    copy(key)
             made.delete(keys)
 
 
 @contextmanager
-def _filled(storage: Storage, found: Set[str], note: str, *, goes_on: bool = False) -> Iterator[None]:
-    """Hold the lease of a prefix while it is filled. If the block raises, delete its files.
+def _filled(storage: Storage, found: Set[str], note: str, held: list[Lock], *, goes_on: bool = False) -> Iterator[None]:
+    """Hold the lease of a prefix while it is filled, and add it to `held`. If the block raises, delete its files.
 
     The keys `found` there are of a killed conversion. They are deleted first, unless the block goes on with a whole checkpoint,
     which then stays in any case.
@@ -188,6 +197,7 @@ def _filled(storage: Storage, found: Set[str], note: str, *, goes_on: bool = Fal
             raise _busy_error(storage.url)
         if not goes_on:
             storage.delete(now - {CONVERT_LOCK})
+        held.append(lease)
         try:
             yield
             lease.check()

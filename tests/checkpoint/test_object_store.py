@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import converting
 from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common import reader_notes
 from reshard_ckpt.engine.common.reader_notes import note_removed, removed_within
@@ -264,6 +265,34 @@ def test_a_conversion_that_ends_while_another_one_begins_is_not_deleted(
     with pytest.raises(StorageError, match="made: another conversion writes there now"):
         checkpoint.convert(f"{url}/own", f"{url}/made", to=to, select="model.0")
     checkpoint.convert(f"{url}/own", f"{url}/fresh", to=to)
+    assert same(f"{url}/made", checkpoint.read(f"{url}/fresh"))
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_a_conversion_that_stood_still_writes_nothing_over_the_next_one(
+    url: str, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still while it reads, until its lease is over and another conversion has taken it, and ended."""
+    for source in ("own", "new"):
+        checkpoint.save(f"{url}/{source}", state(source == "new"))
+    stream, lease, held = converting.stream, ObjectStorage.lease, list[Any]()
+
+    def spy(self: ObjectStorage, *args: Any, **options: Any) -> Any:
+        held.append(lease(self, *args, **options))
+        return held[-1]
+
+    def late(*args: Any, **options: Any) -> Iterator[memoryview]:
+        monkeypatch.setattr(converting, "stream", stream)
+        held[-1]._renewed -= 3600
+        open_storage(f"{url}/made").publish(CONVERT_LOCK, content(b"conversion", 0.0))
+        checkpoint.convert(f"{url}/new", f"{url}/made", to=to)
+        yield from stream(*args, **options)
+
+    monkeypatch.setattr(ObjectStorage, "lease", spy)
+    monkeypatch.setattr(converting, "stream", late)
+    with pytest.raises(StorageError, match="did not renew its lease"):
+        checkpoint.convert(f"{url}/own", f"{url}/made", to=to)
+    checkpoint.convert(f"{url}/new", f"{url}/fresh", to=to)
     assert same(f"{url}/made", checkpoint.read(f"{url}/fresh"))
 
 
