@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -36,7 +36,7 @@ from ..formats.unstacked import Unstacked
 from ..formats.unstacked import unstack as take_apart
 from ..state.modules import is_nothing
 from ..state.targets import Prefixes
-from ..storage import LocalStorage, Storage, is_object_path, open_storage, path_text
+from ..storage import LocalStorage, Lock, Storage, is_object_path, open_storage, path_text
 from .casting import applied_scales, cast_dtypes, dequantizer_of
 from .resharding import write_as_one_rank
 from .selecting import Names, select_names, top_level_keys
@@ -97,6 +97,8 @@ class _Conversion:
     is_dequantized: bool = False
     """True if the conversion dequantizes weights, so the result's config must not call the model quantized."""
     unstacked: Unstacked | None = None
+    held: list[Lock] = field(default_factory=list)
+    """The lease of the result's prefix in an object store, once it is taken; empty on other ranks than 0."""
 
     @property
     def written(self) -> Catalog:
@@ -122,6 +124,8 @@ class _Conversion:
             tally.add(self.num_bytes - asked)  # the other bytes are in files that an earlier attempt had finished
         cast = [self._cast(run) for run in runs]
         for part in stream(self.source.storage, self.saved, cast, verify=self.verify, dequantizer=self.dequantizer):
+            for lease in self.held:  # lost: another conversion may have written there, so write nothing more
+                lease.check()
             tally.add(len(part))  # before the yield: nobody resumes this generator after the last part
             yield part
 
@@ -257,7 +261,7 @@ def convert(
             beside = partial(copy_side_files, source.storage, source.catalog, left_out=left_out) if file is None else None
             # A writer that shares no files expects an empty folder, so it does not go on from the files of a killed attempt.
             resumes = has_checksums(conversion.saved) and (writer is None or writer.shares)
-            folder = new_folder(place, read, identity=identity if resumes else None, overwrite=overwrite)
+            folder = new_folder(place, read, conversion.held, identity=identity if resumes else None, overwrite=overwrite)
             files, bytes_kept = _write_folder(to, writer, conversion, place, folder, max_bytes, form, beside)
         if to != "reshard" and comm.size > 1:  # the ranks' last counts do not arrive before the end
             report("convert", conversion.num_bytes, conversion.num_bytes)
@@ -282,7 +286,7 @@ def export(src: str, dst: str, *, root: str, write_beside: Callable[[Catalog, St
     """
     with open_source(src) as source:
         conversion = _select(SoloComm(), source, "safetensors", root)
-        folder = new_folder(dst, [real_path(src)], overwrite=not is_object_path(dst))
+        folder = new_folder(dst, [real_path(src)], conversion.held, overwrite=not is_object_path(dst))
         beside = partial(write_beside, conversion.catalog)
         _write_folder("safetensors", None, conversion, dst, folder, parse_size(MAX_SHARD_SIZE), "", beside)
 

@@ -10,10 +10,11 @@
    until the next conversion moves the old content back.
 
 An object store has no folder to move. There a result is written in place, into a prefix that was empty. A lease under a key of
-its own marks it as unfinished: no reader takes it for a checkpoint, and the next conversion deletes the files of a killed one. To
-replace a checkpoint, the result is made below ``.NAME.partial``; then the old files are deleted, and the store copies the new
-ones. If the process is killed in between, the prefix holds no checkpoint, and the conversion has to run again, with the request
-to replace: the old checkpoint may still be whole.
+its own marks it as unfinished: no reader takes it for a checkpoint, and the next conversion deletes the files of a killed one.
+This library's own format has a catalog, which is written last. With it the checkpoint is whole, beside the lease of a killed
+conversion too, and the same conversion goes on there. To replace a checkpoint, the result is made below ``.NAME.partial``; then
+the old files are deleted, and the store copies the new ones. If the process is killed in between, the prefix holds no checkpoint,
+and the conversion has to run again, with the request to replace: the old checkpoint may still be whole.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import re
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
@@ -73,7 +74,9 @@ class OutputFolder(NamedTuple):
 
 
 @contextmanager
-def new_folder(dst: str, src: Sequence[str], *, identity: str | None = None, overwrite: bool) -> Iterator[OutputFolder]:
+def new_folder(
+    dst: str, src: Sequence[str], held: list[Lock], *, identity: str | None = None, overwrite: bool
+) -> Iterator[OutputFolder]:
     """Yield a folder to write to; when the block ends, it is moved to `dst`, durably.
 
     If the block raises, nothing is left. If the process is killed, the next call with the same `identity` finds its files.
@@ -82,6 +85,9 @@ def new_folder(dst: str, src: Sequence[str], *, identity: str | None = None, ove
     ----------
     src
         The real paths of the checkpoint that is read meanwhile, and of its files; `dst` may hold none of them.
+    held
+        Gets the lease of the result's prefix in an object store. Check it before each write: once it is lost, another conversion
+        may write files of the same names there.
     identity
         The hexadecimal digits of the result's identity (see `engine.common.resuming`); None starts anew each time.
 
@@ -93,7 +99,7 @@ def new_folder(dst: str, src: Sequence[str], *, identity: str | None = None, ove
         Another conversion to `dst` is under way.
     """
     if is_object_path(dst):
-        with _new_prefix(dst, src, overwrite=overwrite) as storage, tempfile.TemporaryDirectory() as notes:
+        with _new_prefix(dst, src, held, identity, overwrite=overwrite) as storage, tempfile.TemporaryDirectory() as notes:
             yield OutputFolder(storage.url, notes)
         return
     with _partial_folder(dst, src, identity, overwrite=overwrite) as (path, partial):
@@ -130,52 +136,85 @@ def new_file(dst: str, src: Sequence[str], *, overwrite: bool) -> Iterator[str]:
 
 
 @contextmanager
-def _new_prefix(dst: str, src: Sequence[str], *, overwrite: bool) -> Iterator[Storage]:
+def _new_prefix(dst: str, src: Sequence[str], held: list[Lock], identity: str | None, *, overwrite: bool) -> Iterator[Storage]:
     """Yield the store of an empty prefix that only this process writes to. If the block raises, nothing is left there.
 
-    If `dst` holds a checkpoint, the prefix is another one beside it, and its files take the place of the old ones at the end.
+    If the same conversion was killed after it published its catalog, its files are still there. If `dst` holds another
+    checkpoint, the prefix is another one beside it, and its files take the place of the old ones at the end.
     """
     with open_storage(dst) as storage:
         above, _, name = storage.url.rpartition("/")
-        beside = f"{above}/.{name}.partial"
-        found = {key for key, _ in storage.list()}
-        if not overwrite and CONVERT_LOCK in found:
+        beside, note = f"{above}/.{name}.partial", f"conversion {identity or uuid.uuid4().hex}"
+        found, left = _keys(storage), ""
+        if CONVERT_LOCK in found:
             with suppress(MissingKey):
-                # The old checkpoint may be whole yet.
-                if holder_text(storage.read(CONVERT_LOCK, _MAX_LOCK_BYTES)) == _REPLACEMENT:
-                    raise _exists(dst)
-        # With a catalog it is whole, also beside the lease of a process that was killed just after it took that.
-        is_empty = all(posixpath.basename(key) == PROBE for key in found)
-        if is_empty or (CONVERT_LOCK in found and CATALOG_KEY not in found):
-            with _leased(storage) as lease:
-                storage.delete(found - {CONVERT_LOCK})  # of a killed process
+                left = holder_text(storage.read(CONVERT_LOCK, _MAX_LOCK_BYTES))
+        # With a catalog the checkpoint is whole, so it stays: it was to be replaced, or its conversion lacks only the last step.
+        is_dead = CONVERT_LOCK in found and (CATALOG_KEY not in found or left == note)
+        if _is_empty(found) or (is_dead and (overwrite or left != _REPLACEMENT)):
+            with _filled(storage, found, note, held, goes_on=CATALOG_KEY in found):
                 if CONVERT_LOCK in found:  # it may have been replacing a checkpoint
-                    with open_storage(beside) as left:
-                        left.delete([key for key, _ in left.list()])
-                try:
-                    yield storage
-                    lease.check()
-                except BaseException:
-                    with suppress(StorageError):
-                        lease.check()  # of another process by now: these are its files
-                        storage.delete(key for key, _ in storage.list() if key != CONVERT_LOCK)
-                    raise
+                    with open_storage(beside) as made:
+                        made.delete(_keys(made))
+                yield storage
             return
         if not overwrite:
             raise _exists(dst)
         _check_replaceable(storage, src)
-        with _new_prefix(beside, src, overwrite=False) as made:
+        with open_storage(beside) as made, _filled(made, _keys(made), note, held):
             yield made
             _refuse_referred(storage.url)  # again, because it may have taken hours to make the result
-            keys = sorted((key for key, _ in made.list() if key != CONVERT_LOCK), key=lambda key: (key == CATALOG_KEY, key))
+            keys = _keys(made) - {CONVERT_LOCK}
             with _leased(storage, _REPLACEMENT) as lease:
                 _retire(storage)
-                storage.delete(key for key, _ in storage.list() if key != CONVERT_LOCK)
-                at_once(storage, *(partial(copy_file, made, key, storage) for key in keys if key != CATALOG_KEY))
-                lease.check()
-                for key in keys[-1:] if CATALOG_KEY in keys else ():  # last: with it, the checkpoint is there
+                storage.delete(_keys(storage) - {CONVERT_LOCK})
+
+                def copy(key: str) -> None:
+                    lease.check()
                     copy_file(made, key, storage)
+
+                at_once(storage, *(partial(copy, key) for key in sorted(keys - {CATALOG_KEY})))
+                for key in keys & {CATALOG_KEY}:  # last: with it, the checkpoint is there
+                    copy(key)
             made.delete(keys)
+
+
+@contextmanager
+def _filled(storage: Storage, found: Set[str], note: str, held: list[Lock], *, goes_on: bool = False) -> Iterator[None]:
+    """Hold the lease of a prefix while it is filled, and add it to `held`. If the block raises, delete its files.
+
+    The keys `found` there are of a killed conversion. They are deleted first, unless the block goes on with a whole checkpoint,
+    which then stays in any case.
+
+    Raises
+    ------
+    StorageError
+        Another conversion is under way, or has begun or ended since the keys were found.
+    """
+    with _leased(storage, note) as lease:
+        now = _keys(storage)
+        if bool(lease.had_file) != (CONVERT_LOCK in found) or not _is_empty(now - found - {CONVERT_LOCK}):
+            raise _busy_error(storage.url)
+        if not goes_on:
+            storage.delete(now - {CONVERT_LOCK})
+        held.append(lease)
+        try:
+            yield
+            lease.check()
+        except BaseException:
+            with suppress(StorageError):
+                lease.check()  # of another process by now: these are its files
+                storage.delete(() if goes_on else _keys(storage) - {CONVERT_LOCK})
+            raise
+
+
+def _keys(storage: Storage) -> set[str]:
+    return {key for key, _ in storage.list()}
+
+
+def _is_empty(keys: Set[str]) -> bool:
+    """Whether nothing has these keys but the probes of a store."""
+    return all(posixpath.basename(key) == PROBE for key in keys)
 
 
 def _retire(storage: Storage) -> None:
@@ -196,7 +235,7 @@ def _retire(storage: Storage) -> None:
 
 
 @contextmanager
-def _leased(storage: Storage, note: str = "conversion") -> Iterator[Lock]:
+def _leased(storage: Storage, note: str) -> Iterator[Lock]:
     lease = storage.lease(CONVERT_LOCK, note.encode(), once=True)
     if lease is None:
         raise _busy_error(storage.url)

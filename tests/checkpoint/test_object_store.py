@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import converting
 from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common import reader_notes
 from reshard_ckpt.engine.common.reader_notes import note_removed, removed_within
@@ -198,6 +199,101 @@ def test_a_checkpoint_that_a_killed_conversion_was_to_replace_is_deleted_only_on
         checkpoint.convert(f"{url}/new", f"{url}/{to}", to=to, overwrite=True)
         checkpoint.convert(f"{url}/new", f"{url}/fresh-{to}", to=to)
         assert same(f"{url}/{to}", checkpoint.read(f"{url}/fresh-{to}"))
+
+
+def leave_lease(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    """Return a function that puts the last lease of a conversion to this prefix back, as the lease of a killed process."""
+    notes: list[bytes] = []
+    lease = ObjectStorage.lease
+
+    def spy(self: ObjectStorage, key: str, note: bytes, **options: Any) -> Any:
+        notes.extend([note] if (self.url, key) == (url, CONVERT_LOCK) else [])
+        return lease(self, key, note, **options)
+
+    monkeypatch.setattr(ObjectStorage, "lease", spy)
+    return lambda: open_storage(url).publish(CONVERT_LOCK, content(notes[-1], 0.0))
+
+
+def test_a_conversion_goes_on_if_it_was_killed_between_its_commit_and_its_end(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in ("own", "new"):
+        checkpoint.save(f"{url}/{source}", state(source == "new"))
+    leave = leave_lease(f"{url}/made", monkeypatch)
+    written = checkpoint.convert(f"{url}/own", f"{url}/made", to="reshard")
+    leave()
+    with pytest.raises(UsageError, match="made: already exists; pass another path, or overwrite=True"):
+        checkpoint.convert(f"{url}/new", f"{url}/made", to="reshard")
+    assert same(f"{url}/made", checkpoint.read(f"{url}/own"))
+    again = checkpoint.convert(f"{url}/own", f"{url}/made", to="reshard")
+    assert again.bytes_kept > written.num_bytes
+    assert again.files == written.files
+    assert same(f"{url}/made", checkpoint.read(f"{url}/own"))
+    with open_storage(f"{url}/made") as storage:
+        assert storage.size(CONVERT_LOCK) is None
+
+
+def test_what_a_killed_conversion_in_place_made_beside_is_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it is a whole checkpoint, of another state."""
+    for source in ("own", "new"):
+        checkpoint.save(f"{url}/{source}", state(source == "new"))
+    checkpoint.convert(f"{url}/own", f"{url}/made", to="reshard")
+    leave = leave_lease(f"{url}/.made.partial", monkeypatch)
+    checkpoint.convert(f"{url}/own", f"{url}/.made.partial", to="reshard")
+    leave()
+    checkpoint.convert(f"{url}/new", f"{url}/made", to="reshard", overwrite=True)
+    assert same(f"{url}/made", checkpoint.read(f"{url}/new"))
+    assert checkpoint.verify(f"{url}/made").ok
+    with open_storage(url) as storage:
+        assert not [key for key, _ in storage.list() if key.startswith(".made") or key.endswith(CONVERT_LOCK)]
+
+
+@pytest.mark.parametrize("to", ["reshard", "safetensors"])
+def test_a_conversion_that_ends_while_another_one_begins_is_not_deleted(
+    url: str, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has seen that the first one is under way, and asks for its lease once it has ended."""
+    checkpoint.save(f"{url}/own", state())
+    leased, sources, began = destination._leased, open_storage(f"{url}/made"), []
+    sources.publish(CONVERT_LOCK, content(b"conversion", 0.0))
+
+    def late(storage: Any, *note: str) -> Any:
+        if not began:
+            began.append(storage)
+            checkpoint.convert(f"{url}/own", f"{url}/made", to=to)
+        return leased(storage, *note)
+
+    monkeypatch.setattr(destination, "_leased", late)
+    with pytest.raises(StorageError, match="made: another conversion writes there now"):
+        checkpoint.convert(f"{url}/own", f"{url}/made", to=to, select="model.0")
+    checkpoint.convert(f"{url}/own", f"{url}/fresh", to=to)
+    assert same(f"{url}/made", checkpoint.read(f"{url}/fresh"))
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_a_conversion_that_stood_still_writes_nothing_over_the_next_one(
+    url: str, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands still while it reads, until its lease is over and another conversion has taken it, and ended."""
+    for source in ("own", "new"):
+        checkpoint.save(f"{url}/{source}", state(source == "new"))
+    stream, lease, held = converting.stream, ObjectStorage.lease, list[Any]()
+
+    def spy(self: ObjectStorage, *args: Any, **options: Any) -> Any:
+        held.append(lease(self, *args, **options))
+        return held[-1]
+
+    def late(*args: Any, **options: Any) -> Iterator[memoryview]:
+        monkeypatch.setattr(converting, "stream", stream)
+        held[-1]._renewed -= 3600
+        open_storage(f"{url}/made").publish(CONVERT_LOCK, content(b"conversion", 0.0))
+        checkpoint.convert(f"{url}/new", f"{url}/made", to=to)
+        yield from stream(*args, **options)
+
+    monkeypatch.setattr(ObjectStorage, "lease", spy)
+    monkeypatch.setattr(converting, "stream", late)
+    with pytest.raises(StorageError, match="did not renew its lease"):
+        checkpoint.convert(f"{url}/own", f"{url}/made", to=to)
+    checkpoint.convert(f"{url}/new", f"{url}/fresh", to=to)
+    assert same(f"{url}/made", checkpoint.read(f"{url}/fresh"))
 
 
 def test_compact_lets_the_store_copy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

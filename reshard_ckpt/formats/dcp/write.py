@@ -126,14 +126,10 @@ def write_folder(
     comm, out = comm or SoloComm(), _Files()
     places = {name: out.add(NewPart(None, 0, encoded(value))) for name, value in layout.values.items()}
     tensors = _lay_out_tensors(out, catalog, layout)
-    try:
-        kept = write_files(comm, storage, out.all(), bytes_of, notes=notes)
-        # Readers look for ``.metadata``. It is published last, when all other files are durable.
-        if comm.rank == 0:
-            storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths, where=storage.url), expected=ABSENT)
-    except BaseException:
-        storage.delete(file.key for file in out.all())
-        raise
+    kept = write_files(comm, storage, out.all(), bytes_of, notes=notes)
+    # Readers look for ``.metadata``. It is published last, when all other files are durable.
+    if comm.rank == 0:
+        storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths, where=storage.url), expected=ABSENT)
     return kept
 
 
