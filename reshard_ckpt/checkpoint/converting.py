@@ -170,10 +170,10 @@ def convert(
     max_shard_size
         The size of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
     optimizer
-        For ``to="dcp"``, the form of optimizers: ``"nested"`` as ``get_optimizer_state_dict`` returns them (the default), or
-        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``. For ``to="megatron"`` there is ``"fully_reshardable"``:
-        if a Megatron source has the state in buckets (``dp_reshardable``), it is named by parameter, provided that the weights
-        prove which parameter each part belongs to.
+        For ``to="dcp"``, the form of optimizers: ``"nested"`` as ``get_optimizer_state_dict`` returns them (the default),
+        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``, or ``"numbered"`` as ``optimizer.state_dict()`` does.
+        For ``to="megatron"`` there is ``"fully_reshardable"``: if a Megatron source has the state in buckets
+        (``dp_reshardable``), it is named by parameter, provided that the weights prove which parameter each part belongs to.
     unstack
         For ``to="safetensors"``: write layers and experts that are stacked in one tensor, as Megatron stacks them, as one tensor
         each, such as ``layers.3.mlp.weight``.

@@ -32,7 +32,7 @@ from ..format.shard_file import opaque_value
 from ..formats.dcp.names import key_path, taken_apart
 from ..formats.source import Path, RawValue, Source, open_source, with_options
 from ..state.layouts import RankSet, group_of
-from ..state.optimizer_dicts import flat_groups
+from ..state.optimizer_dicts import flat_groups, with_param_names
 
 FORMATS_AS_SAVED = with_options({"as_saved": True}, only=["dcp"])
 """The formats to try when a checkpoint is opened. A DCP folder is opened with the tensor names that DCP saved."""
@@ -82,7 +82,7 @@ def all_values(source: Source, verify: bool, group: RankSet) -> Iterator[tuple[s
             yield entry.name, value
             continue
         # The leaves of dicts, and of lists that hold dicts. DCP has no entry for an empty dict.
-        path = key_path(entry.path)
+        path, value = key_path(entry.path), with_param_names(value) if entry.kind is ValueKind.PARAM_GROUPS else value
         leaves = [KeyedValue(at, part) for at, part in taken_apart(path, value) if not isinstance(part, Mapping)]
         if entry.kind is ValueKind.PARAM_GROUPS:
             # Two sets of names: by number (``param_groups.0.lr``) as above, and by parameter (``param_groups.w.lr``).

@@ -237,6 +237,9 @@ def test_tied_weights_are_stored_once_and_known_by_both_names(tmp_path: Path):
             assert torch.equal(target.head.weight, model.embed.weight)
     found = torch.load(tmp_path / "x.pt", weights_only=True)
     assert found["model"]["embed.weight"].data_ptr() == found["model"]["head.weight"].data_ptr()
+    checkpoint.convert(tmp_path / "n", tmp_path / "alone.pt", to="torch", select="optimizer")
+    alone = torch.load(tmp_path / "alone.pt", weights_only=True)
+    assert alone["optimizer"]["param_groups"] == found["optimizer"]["param_groups"]
     other = torch.optim.SGD(again.parameters(), momentum=0.9)
     other.load_state_dict(found["optimizer"])
     assert torch.equal(other.state[again.embed.weight]["momentum_buffer"], optimizer.state[model.embed.weight]["momentum_buffer"])

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from ...core.catalog.names import GROUPS, STATE
-from ...core.catalog.specs import StateLink
 from ...core.trees import flatten, leaves, unflatten
 from ...format.values import decode_path
 from ...state.describe import Index, saved_path
@@ -101,12 +100,6 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
     if flat and nested:
         return None
     return OptimizerGroups(grouped(flat.items()), {}) if flat else groups_from_list([nested[i] for i in sorted(nested)])
-
-
-def state_path(link: StateLink, form: str) -> KeyPath:
-    """Return the path of optimizer state in DCP's names, `form` ``"nested"`` or ``"flat"``, from the link to its parameter."""
-    above = tuple(link.optimizer.split(".")) if link.optimizer else ()
-    return (*above, STATE, link.fqn, link.key) if form == "nested" else (*above, f"{STATE}.{link.fqn}.{link.key}")
 
 
 def taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
