@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -19,10 +20,12 @@ from ..engine.common.progress import OnProgress, SharedTally, reporter, silent
 from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums, identity
 from ..engine.loading.saved_values import plain_values
-from ..engine.loading.scales import ENTRIES, Dequantizer
+from ..engine.loading.scales import Dequantizer
 from ..engine.loading.stream import Run, stream, whole_run
 from ..engine.resharding.reshard import agree_on_id
 from ..errors import UsageError
+from ..format.columns import TORCH_NAMES
+from ..format.dtypes import TORCH_DTYPES
 from ..format.files import CONVERT_LOCK
 from ..format.objects import names_kept
 from ..format.values import decode_value
@@ -109,6 +112,23 @@ class _Conversion:
         table = self.catalog.tensors_table
         own = [i for i in range(len(table.names)) if table.kind[i] == TensorKind.TENSOR and table.alias[i] < 0]
         return sum(prod(self.catalog.shape(i)) * ITEM_BYTES[self.catalog.dtype(i)] for i in own)
+
+    @property
+    def new_dtypes(self) -> dict[str, str]:
+        """Map torch's names of the saved dtypes to the dtype that most of their elements have in the result.
+
+        ``""`` stands for all other dtypes. It stands for all of them if weights are dequantized, because their dtype is not the
+        one that a config names.
+        """
+        sizes: Counter[tuple[str, str]] = Counter()
+        for name in self.catalog.names:
+            pair = self.saved.dtype(self.saved.index(name)), self.catalog.dtype(self.catalog.index(name))
+            if TORCH_DTYPES[pair[1]].is_floating_point:
+                sizes[pair] += prod(self.catalog.shape(self.catalog.index(name)))
+        found: dict[str, str] = {}
+        for (old, new), _ in reversed(sizes.most_common()):  # the largest one last, which stays
+            found["" if self.is_dequantized else TORCH_NAMES[old]] = found[""] = TORCH_NAMES[new]
+        return found
 
     def run_of(self, index: int) -> Run:
         """Return the run of `catalog` that has the bytes of tensor number `index` of `written`."""
@@ -253,8 +273,8 @@ def convert(
                     write_torch(path, conversion.catalog, conversion.values, conversion.run_bytes, comm=writing)
             files, bytes_kept = [os.path.basename(place)], 0
         else:
-            left_out = ENTRIES if conversion.is_dequantized else ()
-            beside = partial(copy_side_files, source.storage, source.catalog, left_out=left_out) if file is None else None
+            changes: Any = {"dequantized": conversion.is_dequantized, "dtypes": conversion.new_dtypes if cast else None}
+            beside = partial(copy_side_files, source.storage, source.catalog, **changes) if file is None else None
             # A writer that shares no files expects an empty folder, so it does not go on from the files of a killed attempt.
             resumes = has_checksums(conversion.saved) and (writer is None or writer.shares)
             folder = new_folder(place, read, identity=identity if resumes else None, overwrite=overwrite)
