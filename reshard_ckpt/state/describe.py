@@ -13,7 +13,8 @@ earlier one does becomes its alias.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter, mul
 from typing import Any, NamedTuple
 
 import torch
@@ -171,12 +172,15 @@ class _Part(NamedTuple):
     """The part of a tensor's spec that equal tensors share, such as the same weight in all layers of a model.
 
     It refers to no memory, so it stays valid. It keeps `layout` alive, so that no other layout gets the same `id`.
+
+    `extent` is the number of elements from the first one in memory to the last one.
     """
 
     layout: Layout
     dtype: str
     pieces: tuple[Piece, ...]
     placement: Placement
+    extent: int
 
 
 class _KnownSpecs(NamedTuple):
@@ -220,12 +224,13 @@ class Describer:
             self._known.parts.clear()
             self._known.specs.clear()
 
-    def add(self, rows: Iterable[Entry], keys_of: Callable[[Path], list[Any]] = path_keys) -> None:
+    def add(self, rows: Sequence[Entry], keys_of: Callable[[Path], list[Any]] = path_keys) -> None:
         """Add the specs of rows of the state, whose tensors have their memory and layout.
 
         `keys_of` converts a value's path to saved keys.
         """
         (parts, specs), known_rows, at = self._known, self._rows, self._at
+        added: list[tuple[torch.Tensor, str, int]] = []
         for row in rows:
             name, memory, layout = row.name, row.memory, row.layout
             if memory is None or layout is None:
@@ -242,11 +247,6 @@ class Describer:
             else:
                 known_rows[name] = row
                 address = memory.data_ptr()
-                if not address and part.pieces:
-                    raise UnsupportedError(
-                        f"{name}: its memory was freed, as FSDP frees gathered parameters; pass the module itself, or a tensor "
-                        "that has memory"
-                    )
                 # By address alone: to hash all pieces of every tensor would take longer than all else here.
                 if address in at:
                     alias = self._first_at(row, at[address]) if part.pieces else None
@@ -261,6 +261,17 @@ class Describer:
                 specs[name] = part, spec
             self.tensors.append(LocalTensor(spec, memory))
             self.sources.append(row)
+            added.append((memory, name, part.extent))
+        # All at once, because a call for each tensor takes longer.
+        memories: list[Any] = list(map(itemgetter(0), added))
+        held = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, memories))
+        firsts = map(torch.Tensor.storage_offset, memories)
+        for (memory, name, extent), num_bytes, first in zip(added, held, firsts, strict=True):
+            if extent and num_bytes < (first + extent) * memory.itemsize:
+                raise UnsupportedError(
+                    f"{name}: its memory was freed, as FSDP frees gathered parameters; pass the module itself, or a tensor "
+                    "that has memory"
+                )
 
     def _part(self, row: Entry, memory: torch.Tensor, layout: Layout) -> _Part:
         """Make and cache the part of a tensor's spec that equal tensors share."""
@@ -268,7 +279,10 @@ class Describer:
         unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
         # fits: whether the placement names axes of the job's mesh
         fits = mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes))
-        part = _Part(layout, dtype_code(memory.dtype, row.name), layout.pieces(memory), layout.placement if fits else ())
+        shape, strides = memory.shape, memory.stride()
+        extent = 0 if 0 in shape else 1 + sum(map(mul, shape, strides)) - sum(strides)
+        pieces = layout.pieces(memory)
+        part = _Part(layout, dtype_code(memory.dtype, row.name), pieces, layout.placement if fits else (), extent)
         return self._known.parts.setdefault((id(layout), memory.dtype, memory.stride()), part)
 
     def _first_at(self, row: Entry, near: list[Entry]) -> str | None:

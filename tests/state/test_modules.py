@@ -186,9 +186,8 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError
 
 
-def freed() -> torch.Tensor:
-    tensor = torch.ones(2)
-    tensor.untyped_storage().resize_(0)
+def freed(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(num_bytes)
     return tensor
 
 
@@ -203,12 +202,17 @@ def freed() -> torch.Tensor:
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"x: is a nested tensor, .*unbind"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), r"x: is a nested tensor, .*unbind"),
         (FakeTensorMode().from_tensor(torch.ones(2)), r"x: is a FakeTensor, which has a shape and no data"),
-        (freed(), r"x: its memory was freed"),
+        (freed(torch.ones(2), 0), r"x: its memory was freed"),
+        (freed(torch.ones(2, 3), 23), r"x: its memory was freed"),
+        (freed(torch.ones(4, 3).T[1:, ::2], 35), r"x: its memory was freed"),  # its last element is the 9th of 12
     ],
 )
 def test_tensors_without_plain_memory_are_refused_with_what_to_do(tensor, message):
+    saved, _ = save([capture({"x": torch.ones(2)})]), capture({"x": torch.ones(2, 3)})  # they look like some of the tensors
     with pytest.raises(UnsupportedError, match=message):
         capture({"x": tensor})
+    with pytest.raises(UnsupportedError, match=message):
+        load(saved, {"x": tensor})
 
 
 def test_a_conjugated_view_is_saved_by_value_and_not_loaded_into():
