@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from reshard_ckpt.core.catalog.specs import Replication
 from reshard_ckpt.errors import LayoutError, MismatchError, NameCollisionError, UnsupportedError, UsageError
 from reshard_ckpt.state import capture
 from tests.helpers import load, position_values, save
@@ -52,6 +53,15 @@ def test_compiled_and_checkpointed_modules_keep_the_names_of_the_plain_one():
     saved = save([capture({"model": plain})])
     load(saved, {"model": wrapped}, wanted=set())
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("wrap", [lambda norm: norm, checkpoint_wrapper, torch.compile])
+def test_buffers_under_fsdp_are_each_ranks_own(wrap):
+    norm = nn.BatchNorm1d(2)
+    norm.__class__ = type("FSDPNorm", (FSDPModule, nn.BatchNorm1d), {})  # as `fully_shard` does
+    found = capture({"model": nn.Sequential(wrap(norm), nn.BatchNorm1d(2))}).tensors
+    own = [entry.spec.name for entry in found if entry.spec.replication is Replication.BUFFER]
+    assert own == [f"model.0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
 
 
 def test_a_users_submodule_called_module_stays():
@@ -102,12 +112,12 @@ def test_extra_state_goes_back_to_the_module_that_gave_it_whatever_its_shape():
     model = nn.Sequential(Stateful({"scale": torch.arange(4.0), "steps": 3}), Stateful(None))
     saved = save([capture({"model": model})])
     assert saved.values["model.0._extra_state"]["steps"] == 3
-    other = nn.Sequential(Stateful(torch.zeros(9)), Stateful("old"))
-    parameter = other[0].weight
-    load(saved, {"model": other}, wanted=set())
-    assert torch.equal(other[0].extra["scale"], torch.arange(4.0))
-    assert other[1].extra is None
-    assert other[0].weight is parameter
+    layers = Stateful(torch.zeros(9)), Stateful("old")
+    parameter = layers[0].weight
+    load(saved, {"model": nn.Sequential(checkpoint_wrapper(layers[0]), layers[1])}, wanted=set())
+    assert torch.equal(layers[0].extra["scale"], torch.arange(4.0))
+    assert layers[1].extra is None
+    assert layers[0].weight is parameter
 
 
 def test_missing_and_unexpected_extra_state_are_named():
