@@ -13,8 +13,8 @@ earlier one does becomes its alias.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter, mul
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -224,13 +224,12 @@ class Describer:
             self._known.parts.clear()
             self._known.specs.clear()
 
-    def add(self, rows: Sequence[Entry], keys_of: Callable[[Path], list[Any]] = path_keys) -> None:
+    def add(self, rows: Iterable[Entry], keys_of: Callable[[Path], list[Any]] = path_keys) -> None:
         """Add the specs of rows of the state, whose tensors have their memory and layout.
 
         `keys_of` converts a value's path to saved keys.
         """
         (parts, specs), known_rows, at = self._known, self._rows, self._at
-        added: list[tuple[torch.Tensor, str, int]] = []
         for row in rows:
             name, memory, layout = row.name, row.memory, row.layout
             if memory is None or layout is None:
@@ -240,6 +239,12 @@ class Describer:
                 part = parts[id(layout), memory.dtype, memory.stride()]
             except KeyError:
                 part = self._part(row, memory, layout)
+            held, first = memory.untyped_storage().nbytes(), memory.storage_offset()
+            if part.extent and held < (first + part.extent) * memory.dtype.itemsize:
+                raise UnsupportedError(
+                    f"{name}: its memory was freed, as FSDP frees gathered parameters; pass the module itself, or a tensor "
+                    "that has memory"
+                )
             alias = None
             if name in known_rows:
                 if self._is_same(row):
@@ -261,17 +266,6 @@ class Describer:
                 specs[name] = part, spec
             self.tensors.append(LocalTensor(spec, memory))
             self.sources.append(row)
-            added.append((memory, name, part.extent))
-        # All at once, because a call for each tensor takes longer.
-        memories: list[Any] = list(map(itemgetter(0), added))
-        held = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, memories))
-        firsts = map(torch.Tensor.storage_offset, memories)
-        for (memory, name, extent), num_bytes, first in zip(added, held, firsts, strict=True):
-            if extent and num_bytes < (first + extent) * memory.itemsize:
-                raise UnsupportedError(
-                    f"{name}: its memory was freed, as FSDP frees gathered parameters; pass the module itself, or a tensor "
-                    "that has memory"
-                )
 
     def _part(self, row: Entry, memory: torch.Tensor, layout: Layout) -> _Part:
         """Make and cache the part of a tensor's spec that equal tensors share."""
