@@ -28,7 +28,7 @@ from ..format.columns import TORCH_NAMES
 from ..format.dtypes import TORCH_DTYPES
 from ..format.files import CONVERT_LOCK
 from ..format.objects import names_kept
-from ..format.values import decode_value
+from ..format.values import decode_value, encode_value
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder, real_path
 from ..formats.huggingface import copy_side_files
@@ -69,7 +69,7 @@ class ConvertReport:
         Bytes of files that an earlier attempt had finished before it was killed, and that were kept.
     left_out
         Names of tensors and values that the checkpoint has and the result lacks. They were not selected, or lie outside of
-        `root`, or are values, which safetensors cannot hold.
+        `root`, or are values, which safetensors cannot hold, or are empty dicts, for which DCP has no entry.
     """
 
     format: str
@@ -329,7 +329,9 @@ def _select(
     taken.refuse_unreadable(catalog)
     tensors, values = taken.tensors, [] if to == "safetensors" else taken.values
     nothing = set() if to == "reshard" else _places_of_others(catalog)  # other formats have one thing for each name
-    values = [name for name in values if name not in nothing]
+    # An entry for an empty dict is a sign to torch that the folder is of torch 2.3: its `dcp.load` then looks for other names.
+    empty = {one.name for one in catalog.values_table if one.data == encode_value({}, "")} if to == "dcp" else set()
+    values = [name for name in values if name not in nothing | empty]
     if not tensors and not values:
         found = taken if taken.values else selected
         if found.values and not found.tensors:

@@ -105,9 +105,9 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
 def taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the paths and parts of a value that DCP would save on their own.
 
-    Dicts are always taken apart, lists if they hold a dict or a tensor.
+    Dicts are always taken apart, lists if they hold a dict or a tensor. DCP has no entry for an empty dict.
     """
-    return flatten(value, _children, path)
+    return ((at, leaf) for at, leaf in flatten(value, _children, path) if not isinstance(leaf, Mapping))
 
 
 def _children(node: Any) -> Iterable[tuple[Key, Any]] | None:
