@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,13 +20,15 @@ from ..engine.common.progress import OnProgress, SharedTally, reporter, silent
 from ..engine.common.rename import renamed
 from ..engine.common.resuming import has_checksums, identity
 from ..engine.loading.saved_values import plain_values
-from ..engine.loading.scales import ENTRIES, Dequantizer
+from ..engine.loading.scales import Dequantizer
 from ..engine.loading.stream import Run, stream, whole_run
 from ..engine.resharding.reshard import agree_on_id
 from ..errors import UsageError
+from ..format.columns import TORCH_NAMES
+from ..format.dtypes import TORCH_DTYPES
 from ..format.files import CONVERT_LOCK
 from ..format.objects import names_kept
-from ..format.values import decode_value
+from ..format.values import decode_value, encode_value
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder, real_path
 from ..formats.huggingface import copy_side_files
@@ -66,7 +69,7 @@ class ConvertReport:
         Bytes of files that an earlier attempt had finished before it was killed, and that were kept.
     left_out
         Names of tensors and values that the checkpoint has and the result lacks. They were not selected, or lie outside of
-        `root`, or are values, which safetensors cannot hold.
+        `root`, or are values, which safetensors cannot hold, or are empty dicts, for which DCP has no entry.
     """
 
     format: str
@@ -111,6 +114,23 @@ class _Conversion:
         table = self.catalog.tensors_table
         own = [i for i in range(len(table.names)) if table.kind[i] == TensorKind.TENSOR and table.alias[i] < 0]
         return sum(prod(self.catalog.shape(i)) * ITEM_BYTES[self.catalog.dtype(i)] for i in own)
+
+    @property
+    def new_dtypes(self) -> dict[str, str]:
+        """Map torch's names of the saved dtypes to the dtype that most of their elements have in the result.
+
+        ``""`` stands for all other dtypes. It stands for all of them if weights are dequantized, because their dtype is not the
+        one that a config names.
+        """
+        sizes: Counter[tuple[str, str]] = Counter()
+        for name in self.catalog.names:
+            pair = self.saved.dtype(self.saved.index(name)), self.catalog.dtype(self.catalog.index(name))
+            if TORCH_DTYPES[pair[1]].is_floating_point:
+                sizes[pair] += prod(self.catalog.shape(self.catalog.index(name)))
+        found: dict[str, str] = {}
+        for (old, new), _ in reversed(sizes.most_common()):  # the largest one last, which stays
+            found["" if self.is_dequantized else TORCH_NAMES[old]] = found[""] = TORCH_NAMES[new]
+        return found
 
     def run_of(self, index: int) -> Run:
         """Return the run of `catalog` that has the bytes of tensor number `index` of `written`."""
@@ -174,10 +194,10 @@ def convert(
     max_shard_size
         The size of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
     optimizer
-        For ``to="dcp"``, the form of optimizers: ``"nested"`` as ``get_optimizer_state_dict`` returns them (the default), or
-        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``. For ``to="megatron"`` there is ``"fully_reshardable"``:
-        if a Megatron source has the state in buckets (``dp_reshardable``), it is named by parameter, provided that the weights
-        prove which parameter each part belongs to.
+        For ``to="dcp"``, the form of optimizers: ``"nested"`` as ``get_optimizer_state_dict`` returns them (the default),
+        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``, or ``"numbered"`` as ``optimizer.state_dict()`` does.
+        For ``to="megatron"`` there is ``"fully_reshardable"``: if a Megatron source has the state in buckets
+        (``dp_reshardable``), it is named by parameter, provided that the weights prove which parameter each part belongs to.
     unstack
         For ``to="safetensors"``: write layers and experts that are stacked in one tensor, as Megatron stacks them, as one tensor
         each, such as ``layers.3.mlp.weight``.
@@ -257,8 +277,8 @@ def convert(
                     write_torch(path, conversion.catalog, conversion.values, conversion.run_bytes, comm=writing)
             files, bytes_kept = [os.path.basename(place)], 0
         else:
-            left_out = ENTRIES if conversion.is_dequantized else ()
-            beside = partial(copy_side_files, source.storage, source.catalog, left_out=left_out) if file is None else None
+            changes: Any = {"dequantized": conversion.is_dequantized, "dtypes": conversion.new_dtypes if cast else None}
+            beside = partial(copy_side_files, source.storage, source.catalog, **changes) if file is None else None
             # A writer that shares no files expects an empty folder, so it does not go on from the files of a killed attempt.
             resumes = has_checksums(conversion.saved) and (writer is None or writer.shares)
             folder = new_folder(place, read, conversion.held, identity=identity if resumes else None, overwrite=overwrite)
@@ -313,7 +333,9 @@ def _select(
     taken.refuse_unreadable(catalog)
     tensors, values = taken.tensors, [] if to == "safetensors" else taken.values
     nothing = set() if to == "reshard" else _places_of_others(catalog)  # other formats have one thing for each name
-    values = [name for name in values if name not in nothing]
+    # An entry for an empty dict is a sign to torch that the folder is of torch 2.3: its `dcp.load` then looks for other names.
+    empty = {one.name for one in catalog.values_table if one.data == encode_value({}, "")} if to == "dcp" else set()
+    values = [name for name in values if name not in nothing | empty]
     if not tensors and not values:
         found = taken if taken.values else selected
         if found.values and not found.tensors:

@@ -22,7 +22,7 @@ Optimizer = Annotated[
     typer.Option(
         "--optimizer",
         metavar="FORM",
-        help="For --to dcp: nested (by default) or flat. For --to megatron: fully_reshardable, which names buckets.",
+        help="For --to dcp: nested (by default), flat or numbered. For --to megatron: fully_reshardable, which names buckets.",
     ),
 ]
 Root = Annotated[

@@ -5,7 +5,7 @@ Each tensor is shown as one chunk. The places of its bytes are in the catalog, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from ..format.shard_file import opaque_value
 from ..formats.dcp.names import key_path, taken_apart
 from ..formats.source import Path, RawValue, Source, open_source, with_options
 from ..state.layouts import RankSet, group_of
-from ..state.optimizer_dicts import flat_groups
+from ..state.optimizer_dicts import flat_groups, with_param_names
 
 FORMATS_AS_SAVED = with_options({"as_saved": True}, only=["dcp"])
 """The formats to try when a checkpoint is opened. A DCP folder is opened with the tensor names that DCP saved."""
@@ -81,9 +81,9 @@ def all_values(source: Source, verify: bool, group: RankSet) -> Iterator[tuple[s
         if isinstance(value, UnavailableValue):
             yield entry.name, value
             continue
-        # The leaves of dicts, and of lists that hold dicts. DCP has no entry for an empty dict.
-        path = key_path(entry.path)
-        leaves = [KeyedValue(at, part) for at, part in taken_apart(path, value) if not isinstance(part, Mapping)]
+        # The leaves of dicts, and of lists that hold dicts.
+        path, value = key_path(entry.path), with_param_names(value) if entry.kind is ValueKind.PARAM_GROUPS else value
+        leaves = [KeyedValue(at, part) for at, part in taken_apart(path, value)]
         if entry.kind is ValueKind.PARAM_GROUPS:
             # Two sets of names: by number (``param_groups.0.lr``) as above, and by parameter (``param_groups.w.lr``).
             leaves += (KeyedValue((*path[:-1], name), part) for name, part in flat_groups(value))

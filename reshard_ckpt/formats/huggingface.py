@@ -8,7 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..core.catalog.model import Catalog
+from ..engine.loading.scales import ENTRIES
 from ..errors import CorruptError, UsageError
+from ..format.columns import TORCH_NAMES
 from ..format.shard_file import unique
 from ..storage import Storage
 from ..storage.protocol import key_parts, read_parts
@@ -118,15 +120,19 @@ def read_index(storage: Storage, key: str) -> WeightFiles:
     return {file: frozenset(by_file[file]) for file in sorted(by_file)}
 
 
-def copy_side_files(source: Storage, catalog: Catalog, target: Storage, *, left_out: Collection[str] = ()) -> None:
+def copy_side_files(
+    source: Storage, catalog: Catalog, target: Storage, *, dequantized: bool = False, dtypes: Mapping[str, str] | None = None
+) -> None:
     """Copy a model's config and tokenizer: the files directly in a foreign checkpoint's folder that end in `SIDE_SUFFIXES`.
 
     Nothing is copied from a folder without ``config.json``, nor from one of this library's own checkpoints.
 
     Parameters
     ----------
-    left_out
-        Entries of ``config.json`` to leave out.
+    dequantized
+        Leave the entries about quantization out of ``config.json``.
+    dtypes
+        By torch's names, the saved dtypes and the ones that they were cast to. ``""`` stands for all others.
     """
     own = {file.key for file in catalog.files}
     # Only this library's own checkpoints have digests.
@@ -136,11 +142,35 @@ def copy_side_files(source: Storage, catalog: Catalog, target: Storage, *, left_
         size = source.size(key)
         if key in own or not key.endswith(SIDE_SUFFIXES) or key.endswith(INDEX) or size is None or size > MAX_SIDE_BYTES:
             continue
+        changed = None
+        if key == CONFIG and (dequantized or dtypes):
+            changed = _changed(source.read(key, MAX_SIDE_BYTES), ENTRIES if dequantized else (), dtypes or {})
         with target.create(key) as writer:
-            if key == CONFIG and left_out:
-                config = json.loads(source.read(key, MAX_SIDE_BYTES))
-                kept = {name: value for name, value in config.items() if name not in left_out}
-                writer.write((json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode())
-                continue
-            for _, part in read_parts(source, key, size, _STEP_BYTES):
+            for part in [changed] if changed else (part for _, part in read_parts(source, key, size, _STEP_BYTES)):
                 writer.write(part)
+
+
+def _changed(data: bytes, left_out: Collection[str], dtypes: Mapping[str, str]) -> bytes | None:
+    """Return a ``config.json`` without some entries and with other dtypes; None if nothing changes, or if it is no JSON."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, dict):  # the dtype of each part of the model
+            return {part: cast(each) for part, each in value.items()}
+        return dtypes.get(value, dtypes.get("", value)) if value in TORCH_NAMES.values() else value
+
+    def changed(config: dict[str, Any]) -> dict[str, Any]:
+        """Change the entries of a model's config, and of the configs of its parts. An entry such as a vocabulary stays."""
+        new = dict(config)
+        for key, value in config.items():
+            if key in ("torch_dtype", "dtype"):
+                new[key] = cast(value)
+            elif key.endswith("_config") and key not in ENTRIES and isinstance(value, dict):
+                new[key] = changed(value)
+        return new
+
+    try:
+        found = json.loads(data)
+        config = {key: value for key, value in changed(found).items() if key not in left_out}
+    except (ValueError, RecursionError, AttributeError):
+        return None
+    return None if config == found else (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -21,21 +20,20 @@ import torch
 
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
-from ..core.catalog.names import GROUPS, STATE, groups_name, optimizer_of
-from ..core.catalog.specs import StateLink, ValueKind
+from ..core.catalog.names import GROUPS, STATE, groups_name
 from ..core.trees import put
 from ..engine.loading.stream import whole_run
 from ..errors import UnsupportedError
 from ..format.dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.describe import Index, saved_path
-from ..state.optimizer_dicts import are_numbered_groups
 from ..storage import LocalStorage
 from ..torchfile.object_writer import StreamedTensor, described_object, directory_of, laid_out, object_bytes
 from ..torchfile.zip_records import whole_record
+from .numbered import numbered_optimizers
 from .shared_files import NewFile, NewPart, write_files
 from .source import BytesOf
-from .tensor_stream import aliases_of, in_natural_order
+from .tensor_stream import in_natural_order
 
 
 def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, *, comm: Comm) -> None:
@@ -81,60 +79,9 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         write_files(comm, storage, [NewFile(name, parts, end)], bytes_of)
 
 
-@dataclass(frozen=True, slots=True)
-class _Optimizer:
-    """An optimizer that is written by number: the number of each parameter, and the second names of tied parameters."""
-
-    name: str
-    numbers: Mapping[str, int]
-    tied: frozenset[str]
-
-    @property
-    def above(self) -> tuple[str, ...]:
-        """The keys that lead to the optimizer in the state."""
-        return tuple(self.name.split(".")) if self.name else ()
-
-    def path(self, link: StateLink) -> tuple[Any, ...] | None:
-        """Return the keys that lead to an entry of optimizer state; None if it belongs to the second name of a tied parameter."""
-        fqn = link.fqn
-        return None if fqn in self.tied else (*self.above, STATE, self.numbers.get(fqn, fqn), *link.key.split("."))
-
-    def numbered(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return groups as ``optimizer.state_dict()`` has them: parameters by number, and ``param_names`` if there are names."""
-        if are_numbered_groups(groups):
-            return groups
-        names = [[fqn for fqn in group["params"] if fqn not in self.tied] for group in groups]
-        return [
-            {**group, "params": [self.numbers[fqn] for fqn in own], "param_names": own}
-            for group, own in zip(groups, names, strict=True)
-        ]
-
-
-def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]:
-    """List the optimizers of a checkpoint, with their parameters numbered. A tied parameter counts once, as in torch."""
-    # below: for tied weights of one key of the state, the first name of each second name, without that key
-    below = {
-        name.partition(".")[2]: source.partition(".")[2]
-        for name, source in aliases_of(catalog).items()
-        if name.partition(".")[0] == source.partition(".")[0]
-    }
-    found = []
-    for entry in catalog.values_table:
-        optimizer, groups = optimizer_of(entry.name), values[entry.name]
-        if entry.kind is ValueKind.PARAM_GROUPS:
-            fqns = [fqn for group in groups for fqn in group["params"]]
-            tied = frozenset(fqn for fqn in fqns if below.get(fqn) in fqns)
-            numbers = {fqn: number for number, fqn in enumerate(fqn for fqn in fqns if fqn not in tied)}
-            found.append(_Optimizer(optimizer or "", numbers, tied))
-        elif optimizer is not None and are_numbered_groups(groups):
-            # It was saved by number, without names: its names have these numbers, as text.
-            found.append(_Optimizer(optimizer, {str(n): n for group in groups for n in group["params"]}, frozenset()))
-    return found
-
-
 def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, StreamedTensor]) -> dict[Any, Any]:
     """Build the state as nested dicts: the keys of the state at the top, and below them the dotted names of modules."""
-    optimizers = {member.name: member for member in _optimizers(catalog, values)}
+    optimizers = numbered_optimizers(catalog, values)
     links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
     root: dict[Any, Any] = {}
     for name, tensor in tensors.items():
@@ -155,7 +102,8 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, St
             put(root, path, values[entry.name])
     # Groups last. An optimizer without state still needs an empty dict for it, else torch would not load it.
     for member in optimizers.values():
-        put(root, (*member.above, GROUPS), member.numbered(values[groups_name(member.name)]))
+        own = values[groups_name(member.name)]
+        put(root, (*member.above, GROUPS), own if member.was_numbered else member.numbered(own))
         reduce(getitem, member.above, root).setdefault(STATE, {})
     return root
 

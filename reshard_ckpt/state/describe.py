@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -172,12 +173,15 @@ class _Part(NamedTuple):
     """The part of a tensor's spec that equal tensors share, such as the same weight in all layers of a model.
 
     It refers to no memory, so it stays valid. It keeps `layout` alive, so that no other layout gets the same `id`.
+
+    `extent` is the number of elements from the first one in memory to the last one.
     """
 
     layout: Layout
     dtype: str
     pieces: tuple[Piece, ...]
     placement: Placement
+    extent: int
 
 
 class _KnownSpecs(NamedTuple):
@@ -236,6 +240,12 @@ class Describer:
                 part = parts[id(layout), memory.dtype, memory.stride()]
             except KeyError:
                 part = self._part(row, memory, layout)
+            held, first = memory.untyped_storage().nbytes(), memory.storage_offset()
+            if part.extent and held < (first + part.extent) * memory.dtype.itemsize:
+                raise UnsupportedError(
+                    f"{name}: its memory was freed, as FSDP frees gathered parameters; pass the module itself, or a tensor "
+                    "that has memory"
+                )
             alias = None
             if name in known_rows:
                 if self._is_same(row):
@@ -243,11 +253,6 @@ class Describer:
             else:
                 known_rows[name] = row
                 address = memory.data_ptr()
-                if not address and part.pieces:
-                    raise UnsupportedError(
-                        f"{name}: its memory was freed, as FSDP frees gathered parameters; pass the module itself, or a tensor "
-                        "that has memory"
-                    )
                 # By address alone: to hash all pieces of every tensor would take longer than all else here.
                 if address in at:
                     alias = self._first_at(row, at[address]) if part.pieces else None
@@ -269,7 +274,10 @@ class Describer:
         unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
         # fits: whether the placement names axes of the job's mesh
         fits = mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes))
-        part = _Part(layout, dtype_code(memory.dtype, row.name), layout.pieces(memory), layout.placement if fits else ())
+        shape, strides = memory.shape, memory.stride()
+        extent = 0 if 0 in shape else 1 + sum(map(mul, shape, strides)) - sum(strides)
+        pieces = layout.pieces(memory)
+        part = _Part(layout, dtype_code(memory.dtype, row.name), pieces, layout.placement if fits else (), extent)
         return self._known.parts.setdefault((id(layout), memory.dtype, memory.stride()), part)
 
     def _first_at(self, row: Entry, near: list[Entry]) -> str | None:

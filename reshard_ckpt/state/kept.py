@@ -5,7 +5,7 @@ facts about it. Describing a state anew takes twice as long as showing that thes
 
 1. `find_facts` lists the facts of a state that has been walked: paths; classes and names of modules, and keys of their state
    dicts; keys of the state of optimizers; which tensors are one object, or begin at one address; and of each tensor the class,
-   shape, strides, dtype, device, mesh and placements.
+   shape, strides, dtype, device, mesh and placements, its offset in its storage, and the size of that.
 2. Equal facts give equal specs, so the specs are cached by the facts. Each save finds the memory of the tensors anew, and encodes
    values anew, such as the hyperparameters of optimizers.
 3. Neither facts nor specs hold a tensor, a module or an optimizer, so the cache keeps none of these alive, but only meshes and
@@ -180,12 +180,15 @@ def find_facts(trees: Sequence[Tree]) -> StateFacts | None:
     try:
         looks, strides = list(map(_LOOKS, memories)), list(map(torch.Tensor.stride, memories))
         addresses = list(map(torch.Tensor.data_ptr, memories))
+        # Freed memory makes a storage smaller, and the description refuses that.
+        storages: list[Any] = [*map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, memories))]
+        storages += map(torch.Tensor.storage_offset, memories)
     except RuntimeError:  # memory that is not strided, or none at all
         return None
     if any(map(torch.Tensor.is_neg, memories)) or any(dtype.is_complex for dtype in {dtype for _, dtype, *_ in looks}):
         return None
     places = list(map(_PLACES, [tensor for tensor, kind in zip(tensors, kinds, strict=True) if kind is dtensor]))
-    facts += (kinds, looks, strides, [(id(mesh), id(placements), shape) for mesh, placements, shape in places])
+    facts += (kinds, looks, strides, storages, [(id(mesh), id(placements), shape) for mesh, placements, shape in places])
     facts += ([tensor.requires_grad for tensor in tensors], _first_like(map(id, (*tensors, *others))), _first_like(addresses))
     return StateFacts(facts, places, tensors, memories)
 

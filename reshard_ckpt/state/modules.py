@@ -163,8 +163,6 @@ class ModulePlace(NamedTuple):
     under_fsdp: bool
     is_wrapper: bool
     """Whether the key ends at a wrapper, from which a further step may lead into the wrapped module."""
-    is_entry: bool = False
-    """Whether the key ends at an entry of the module, and not at the module itself."""
 
     def below(self, step: str, fsdp: Any) -> ModulePlace:
         """Follow the key by one more step; `fsdp` are the classes of modules under FSDP.
@@ -173,8 +171,6 @@ class ModulePlace(NamedTuple):
         too.
         """
         fqn = f"{self.fqn}.{step}" if self.fqn else step
-        if self.is_entry:
-            return self._replace(fqn=fqn)
         module, is_wrapper_step, ddp = _enter(self.owner, step)
         child = module if is_wrapper_step else module._modules.get(step)
         return ModulePlace(
@@ -183,7 +179,6 @@ class ModulePlace(NamedTuple):
             self.under_ddp or ddp,
             self.under_fsdp or isinstance(module, fsdp) or isinstance(child, fsdp),
             child is not None and _inner_name(child) is not None,
-            child is None,
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, Literal, NamedTuple
 
 from ..core.catalog.names import GROUPS, STATE, unwrapped
-from ..core.catalog.param_groups import comparable, named_group
+from ..core.catalog.param_groups import comparable, hyperparameters, named_group
 
 Form = Literal["by number", "by FQN", "flattened"]
 
@@ -124,7 +124,7 @@ def grouped(parameters: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[st
     """
     found: dict[Any, dict[str, Any]] = {}
     for fqn, group in parameters:
-        own = {key: value for key, value in group.items() if key != "params"}
+        own = hyperparameters(group)
         found.setdefault(comparable(own), {**own, "params": []})["params"].append(fqn)
     return list(found.values())
 
@@ -164,6 +164,11 @@ def param_names(group: Mapping[str, Any]) -> list[str] | None:
     if not isinstance(params, list | tuple) or not isinstance(names, list | tuple) or len(names) != len(params):
         return None
     return list(names) if _is_names(names) else None
+
+
+def with_param_names(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups by FQN with ``param_names``, which torch wants to load into an optimizer made of ``named_parameters()``."""
+    return [{**group, "param_names": list(group["params"])} for group in groups]
 
 
 def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:

@@ -145,7 +145,7 @@ CASES = {
 def write(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     path.mkdir(exist_ok=True)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float16", "quantization_config": config}))
 
 
 def case_folder(path: Path, case: Case) -> torch.Tensor:
@@ -192,7 +192,7 @@ def test_each_kind_of_scale_is_applied_offline(name: str, tmp_path: Path, monkey
         found = {name.removeprefix("model."): tensor for name, tensor in found.items()}
         assert set(found) == {"w.weight", "norm"}
         assert torch.equal(found["w.weight"], truth)
-    assert json.loads((tmp_path / "safetensors" / "config.json").read_text()) == {"model_type": "llama"}
+    assert json.loads((tmp_path / "safetensors" / "config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
 
 
 def test_a_weight_renamed_without_its_scale_is_still_multiplied_by_it(tmp_path: Path):

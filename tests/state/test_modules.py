@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from reshard_ckpt.core.catalog.specs import Replication
 from reshard_ckpt.errors import LayoutError, MismatchError, NameCollisionError, UnsupportedError, UsageError
 from reshard_ckpt.state import capture
 from tests.helpers import load, position_values, save
@@ -52,6 +53,15 @@ def test_compiled_and_checkpointed_modules_keep_the_names_of_the_plain_one():
     saved = save([capture({"model": plain})])
     load(saved, {"model": wrapped}, wanted=set())
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("wrap", [lambda norm: norm, checkpoint_wrapper, torch.compile])
+def test_buffers_under_fsdp_are_each_ranks_own(wrap):
+    norm = nn.BatchNorm1d(2)
+    norm.__class__ = type("FSDPNorm", (FSDPModule, nn.BatchNorm1d), {})  # as `fully_shard` does
+    found = capture({"model": nn.Sequential(wrap(norm), nn.BatchNorm1d(2))}).tensors
+    own = [entry.spec.name for entry in found if entry.spec.replication is Replication.BUFFER]
+    assert own == [f"model.0.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
 
 
 def test_a_users_submodule_called_module_stays():
@@ -102,12 +112,12 @@ def test_extra_state_goes_back_to_the_module_that_gave_it_whatever_its_shape():
     model = nn.Sequential(Stateful({"scale": torch.arange(4.0), "steps": 3}), Stateful(None))
     saved = save([capture({"model": model})])
     assert saved.values["model.0._extra_state"]["steps"] == 3
-    other = nn.Sequential(Stateful(torch.zeros(9)), Stateful("old"))
-    parameter = other[0].weight
-    load(saved, {"model": other}, wanted=set())
-    assert torch.equal(other[0].extra["scale"], torch.arange(4.0))
-    assert other[1].extra is None
-    assert other[0].weight is parameter
+    layers = Stateful(torch.zeros(9)), Stateful("old")
+    parameter = layers[0].weight
+    load(saved, {"model": nn.Sequential(checkpoint_wrapper(layers[0]), layers[1])}, wanted=set())
+    assert torch.equal(layers[0].extra["scale"], torch.arange(4.0))
+    assert layers[1].extra is None
+    assert layers[0].weight is parameter
 
 
 def test_missing_and_unexpected_extra_state_are_named():
@@ -186,9 +196,8 @@ class Wrapper(torch.Tensor):
         raise NotImplementedError
 
 
-def freed() -> torch.Tensor:
-    tensor = torch.ones(2)
-    tensor.untyped_storage().resize_(0)
+def freed(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(num_bytes)
     return tensor
 
 
@@ -203,12 +212,17 @@ def freed() -> torch.Tensor:
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"x: is a nested tensor, .*unbind"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), r"x: is a nested tensor, .*unbind"),
         (FakeTensorMode().from_tensor(torch.ones(2)), r"x: is a FakeTensor, which has a shape and no data"),
-        (freed(), r"x: its memory was freed"),
+        (freed(torch.ones(2), 0), r"x: its memory was freed"),
+        (freed(torch.ones(2, 3), 23), r"x: its memory was freed"),
+        (freed(torch.ones(4, 3).T[1:, ::2], 35), r"x: its memory was freed"),  # its last element is the 9th of 12
     ],
 )
 def test_tensors_without_plain_memory_are_refused_with_what_to_do(tensor, message):
+    saved, _ = save([capture({"x": torch.ones(2)})]), capture({"x": torch.ones(2, 3)})  # they look like some of the tensors
     with pytest.raises(UnsupportedError, match=message):
         capture({"x": tensor})
+    with pytest.raises(UnsupportedError, match=message):
+        load(saved, {"x": tensor})
 
 
 def test_a_conjugated_view_is_saved_by_value_and_not_loaded_into():

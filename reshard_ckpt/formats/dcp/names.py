@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from ...core.catalog.names import GROUPS, STATE
-from ...core.catalog.specs import StateLink
 from ...core.trees import flatten, leaves, unflatten
 from ...format.values import decode_path
 from ...state.describe import Index, saved_path
@@ -103,18 +102,12 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
     return OptimizerGroups(grouped(flat.items()), {}) if flat else groups_from_list([nested[i] for i in sorted(nested)])
 
 
-def state_path(link: StateLink, form: str) -> KeyPath:
-    """Return the path of optimizer state in DCP's names, `form` ``"nested"`` or ``"flat"``, from the link to its parameter."""
-    above = tuple(link.optimizer.split(".")) if link.optimizer else ()
-    return (*above, STATE, link.fqn, link.key) if form == "nested" else (*above, f"{STATE}.{link.fqn}.{link.key}")
-
-
 def taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the paths and parts of a value that DCP would save on their own.
 
-    Dicts are always taken apart, lists if they hold a dict or a tensor.
+    Dicts are always taken apart, lists if they hold a dict or a tensor. DCP has no entry for an empty dict.
     """
-    return flatten(value, _children, path)
+    return ((at, leaf) for at, leaf in flatten(value, _children, path) if not isinstance(leaf, Mapping))
 
 
 def _children(node: Any) -> Iterable[tuple[Key, Any]] | None:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,22 +18,23 @@ import numpy as np
 
 from ...comm.protocol import Comm, SoloComm
 from ...core.catalog.model import Catalog
-from ...core.catalog.names import optimizer_of
-from ...core.catalog.specs import Ints, ValueKind
+from ...core.catalog.names import STATE, optimizer_of
+from ...core.catalog.specs import Ints, StateLink, ValueKind
 from ...core.geometry.runs import cut_boxes
 from ...core.trees import name_of
 from ...engine.loading.stream import Run, whole_run
 from ...errors import NameCollisionError
 from ...format.dtypes import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
-from ...state.optimizer_dicts import flat_groups
+from ...state.optimizer_dicts import flat_groups, with_param_names
 from ...storage.protocol import ABSENT, Storage
 from ...torchfile.object_writer import around_tensor
+from ..numbered import NumberedOptimizer, numbered_optimizers
 from ..shared_files import NewFile, NewPart, write_files
 from ..source import BytesOf
-from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
+from .metadata import METADATA_KEY, Chunk, Extent, Key, SavedTensor
 from .metadata_writer import metadata_bytes
-from .names import KeyPath, key_path, state_path, taken_apart
+from .names import KeyPath, key_path, taken_apart
 from .values import torch_saved
 
 CHUNK_BYTES = 256 << 20
@@ -42,7 +43,7 @@ CHUNK_BYTES = 256 << 20
 FILE_BYTES = 4 << 30
 """The size in bytes from which on a file of the folder gets no further parts; the next part begins another file."""
 
-OPTIMIZER_FORMS = ("nested", "flat")
+OPTIMIZER_FORMS = ("nested", "flat", "numbered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ def write_dcp(
     bytes_of
         Streams the bytes of tensors.
     optimizer
-        The form of optimizers' groups: ``"nested"`` as from ``get_optimizer_state_dict``, ``"flat"`` as from that with
-        ``flatten_optimizer_state_dict=True``.
+        The form of optimizers: ``"nested"`` as from ``get_optimizer_state_dict``, ``"flat"`` as from that with
+        ``flatten_optimizer_state_dict=True``, ``"numbered"`` as from ``optimizer.state_dict()``.
     comm, notes
         The ranks that share the work, and the store of notes; see `shared_files.write_files`.
 
@@ -192,57 +193,93 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
     """Return the tensors and values to write, with the names and paths that DCP would have given them for the same state."""
     entries = catalog.values_table
     check_keys(decode_path(entry.path) for entry in entries)
-    optimizers = {optimizer_of(entry.name) for entry in entries if entry.kind is ValueKind.PARAM_GROUPS}
-    links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
+    optimizers = numbered_optimizers(catalog, values)
+    of_state = {
+        name: _state_path(optimizers[link.optimizer], link, optimizer)
+        for name, link in catalog.links().items()
+        if link.optimizer in optimizers
+    }
     paths: dict[str, KeyPath] = {}
     flat: dict[str, Any] = {}
+    tensors: dict[str, int] = {}
 
-    def add(path: KeyPath, value: Any) -> None:
+    def add(path: KeyPath, leaf: Any, kept: dict[str, Any]) -> None:
         name = name_of(path)
-        if name in flat or name in catalog:
+        if name in paths:
             raise NameCollisionError(f"{name}: two things have this name in a folder of DCP; rename one of them")
-        flat[name], paths[name] = value, path
+        kept[name], paths[name] = leaf, path
 
     # Values: groups in the chosen form, state of optimizers beside its tensors, any other value at its own path.
     for entry in entries:
-        path, value = key_path(entry.path), values[entry.name]
+        own_path, value = key_path(entry.path), values[entry.name]
+        path = of_state.get(entry.name, own_path)
+        pairs: Iterable[tuple[KeyPath, Any]] = ()
         if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
-            pairs = iter([((*path[:-1], name), leaf) for name, leaf in flat_groups(value)])
+            pairs = (((*own_path[:-1], name), leaf) for name, leaf in flat_groups(with_param_names(value)))
         elif entry.kind is ValueKind.PARAM_GROUPS:
-            pairs = taken_apart(path, _without_tied_names(catalog, optimizer_of(entry.name), value))
-        elif (link := links.get(entry.name)) is not None:
-            pairs = taken_apart(state_path(link, optimizer), value)
-        else:
+            own = optimizers[optimizer_of(entry.name) or ""]
+            pairs = taken_apart(own_path, own.named(value) if optimizer == "nested" else own.numbered(value))
+        elif path is not None:
             pairs = taken_apart(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
         for where, leaf in pairs:
-            add(where, leaf)
-    # dicts: every path that values show to be a dict, so that a tensor below it goes into that dict
-    dicts = {path[:i] for path in paths.values() for i in range(1, len(path))}
-    tensors = {name: catalog.index(name) for name in catalog.names}
-    for name in tensors:
-        paths[name] = state_path(links[name], optimizer) if name in links else _tensor_path(name, dicts)
-    return FolderLayout(tensors, flat, paths)
+            add(where, leaf, flat)
+    # inner: every path that values show to be a dict or a list, so that a tensor below it goes into that
+    inner = {path[:i]: type(path[i]) for path in paths.values() for i in range(1, len(path))}
+    for name in catalog.names:
+        path = of_state[name] if name in of_state else _tensor_path(name, inner)
+        if path is not None:
+            add(path, catalog.index(name), tensors)
+    return FolderLayout(tensors, flat, _built_by_torch(paths, tensors))
 
 
-def _without_tied_names(catalog: Catalog, optimizer: str | None, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an optimizer's groups with each tied weight listed once, as DCP counts the parameters of a group.
-
-    Of its names, the one that has the optimizer state stays.
-    """
-    links, names = catalog.links(), catalog.tensors_table.names
-    shared = (links[name] for i in np.flatnonzero(catalog.tensors_table.alias >= 0).tolist() if (name := names[i]) in links)
-    second = {link.fqn for link in shared if link.optimizer == optimizer}
-    return [{**group, "params": [fqn for fqn in group["params"] if fqn not in second]} for group in groups]
+def _state_path(optimizer: NumberedOptimizer, link: StateLink, form: str) -> KeyPath | None:
+    """Return the path of optimizer state in a form of `OPTIMIZER_FORMS`. None for a second name, which has no number."""
+    if form == "flat" and not optimizer.was_numbered:
+        return (*optimizer.above, f"{STATE}.{link.fqn}.{link.key}")
+    path = optimizer.path(link, by_name=form == "nested")
+    return path and tuple(map(str, path))
 
 
-def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
+def _tensor_path(name: str, inner: Mapping[KeyPath, type]) -> KeyPath:
     """Return the path of a tensor: the first part of its name as one key, then the rest of the name as one key.
 
-    An example is ``{"model": {"layers.0.weight": …}}``. If values show that there are more dicts on the way, their keys come
-    before the rest.
+    An example is ``{"model": {"layers.0.weight": …}}``. If values show that there are more dicts and lists on the way, their keys
+    and indices come before the rest.
+
+    Parameters
+    ----------
+    inner
+        The paths of dicts and lists, with the type of their keys.
     """
-    keys = name.split(".")
-    above = 1
-    while above < len(keys) - 1 and tuple(keys[: above + 1]) in dicts:
-        above += 1
-    return (*keys[:above], ".".join(keys[above:])) if len(keys) > above else tuple(keys)
+    first, *rest = name.split(".")
+    path: KeyPath = (first,)
+    while rest:
+        if inner.get(path) is int and rest[0].isdecimal():
+            path = (*path, int(rest.pop(0)))
+        elif (len(rest) > 1 and (*path, rest[0]) in inner) or inner.get((*path, rest[0])) is int:
+            path = (*path, rest.pop(0))
+        else:
+            return (*path, ".".join(rest))
+    return path
+
+
+def _built_by_torch(paths: Mapping[str, KeyPath], tensors: Container[str]) -> dict[str, KeyPath]:
+    """Return paths from which torch builds a state that it flattens to the same names. Other lists become dicts.
+
+    torch flattens a list only if it holds a tensor, a dict, or a list that is flattened; and it fills the gaps of a list.
+    """
+    below: dict[Key, dict[str, KeyPath]] = {}
+    for name, (key, *rest) in paths.items():
+        below.setdefault(key, {})[name] = tuple(rest)
+    # A rename may put a name below that of a leaf. Such a name becomes one key.
+    crowded = {key for key, names in below.items() if len(names) > 1 and () in names.values()}
+    is_flattened = any(rest or name in tensors for names in below.values() for name, rest in names.items())
+    is_list = is_flattened and not crowded and below.keys() == set(range(len(below)))
+    found: dict[str, KeyPath] = {}
+    for key, names in below.items():
+        if key in crowded:
+            found |= {name: (name_of((key, *rest)),) for name, rest in names.items()}
+        else:
+            inner = names if () in names.values() else _built_by_torch(names, tensors)
+            found |= {name: (key if is_list else str(key), *rest) for name, rest in inner.items()}
+    return found

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.dcp import ReshardReader
 from reshard_ckpt.errors import MismatchError
 
 
@@ -28,12 +29,12 @@ class Training:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
         rate = 0.01 * (1 + seed)
-        first, rest = self.model[0], self.model[1:]
-        groups: Any = [
-            {"params": list(first.parameters()), "lr": rate},
-            {"params": list(rest.parameters()), "lr": torch.tensor(rate), "foreach": False, "weight_decay": 0.1 * seed},
+        params: list[Any] = list(self.model.named_parameters() if named else self.model.parameters())
+        groups = [
+            {"params": params[:2], "lr": rate},
+            {"params": params[2:], "lr": torch.tensor(rate), "foreach": False, "weight_decay": 0.1 * seed},
         ]
-        self.optimizer = torch.optim.AdamW(self.model.named_parameters() if named else groups, lr=rate)
+        self.optimizer = torch.optim.AdamW(groups, lr=rate)
 
     def steps(self, seed: int) -> None:
         data = torch.Generator().manual_seed(seed)
@@ -41,6 +42,9 @@ class Training:
             self.optimizer.zero_grad()
             self.model(torch.randn(16, 4, generator=data)).square().sum().backward()
             self.optimizer.step()
+
+    def names_of_numbers(self) -> dict[str, str]:
+        return {f"optimizer.state.{i}": f"optimizer.state.{name}" for i, (name, _) in enumerate(self.model.named_parameters())}
 
     def is_as(self, other: Training) -> bool:
         pairs = zip(self.model.state_dict().values(), other.model.state_dict().values(), strict=True)
@@ -53,7 +57,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def states(training: Training, form: str) -> dict[str, Any]:
     """What a trainer passes to dcp.save."""
     model, optimizer = training.model, training.optimizer
-    if form in ("numbers", "named"):
+    if form in ("numbered", "named"):
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     theirs = get_optimizer_state_dict(model, optimizer, options=FLAT if "flat" in form else StateDictOptions())
     if "top" in form:
@@ -63,14 +67,14 @@ def states(training: Training, form: str) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": theirs}
 
 
-@pytest.mark.parametrize("form", ["nested", "flat", "top nested", "top flat", "app nested", "app flat", "named", "numbers"])
+@pytest.mark.parametrize("form", ["nested", "flat", "top nested", "top flat", "app nested", "app flat", "named", "numbered"])
 def test_training_goes_on_bit_for_bit(tmp_path, form: str):
     one, other = (Training(seed, named=form == "named") for seed in (1, 2))
     one.steps(5)
     dcp.save(states(one, form), checkpoint_id=tmp_path)
     rename = {"app.model": "model", "app.optim": "optimizer"} if "app" in form else {}
-    if form == "numbers":
-        rename = {f"optimizer.state.{i}": f"optimizer.state.{name}" for i, (name, _) in enumerate(one.model.named_parameters())}
+    if form == "numbered":
+        rename = one.names_of_numbers()
     checkpoint.load(tmp_path, {"model": other.model, "optimizer": other.optimizer}, rename=rename)
     assert other.is_as(one)
     one.steps(6)
@@ -82,7 +86,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, form: str):
 def test_numbers_without_names_say_what_to_do(tmp_path):
     one = Training(1)
     one.steps(5)
-    dcp.save(states(one, "numbers"), checkpoint_id=tmp_path)
+    dcp.save(states(one, "numbered"), checkpoint_id=tmp_path)
     with pytest.raises(MismatchError, match=r"knows parameters by number alone.*rename=.*named_parameters"):
         checkpoint.load(tmp_path, {"model": one.model, "optimizer": one.optimizer})
 
@@ -98,24 +102,34 @@ def test_an_optimizer_alone_at_the_top(tmp_path):
         assert all(name.startswith("optimizer.state.") for name in found.names)
 
 
-@pytest.mark.parametrize("form", ["nested", "flat"])
-def test_and_back_through_dcp(tmp_path, form: str):
-    one, other = Training(1), Training(2)
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("form", ["nested", "flat", "numbered"])
+@pytest.mark.parametrize("saved", ["object", "nested", "flat", "numbered"])
+def test_and_back_through_dcp(tmp_path, saved: str, form: str, named: bool):
+    one, other, third, fourth = (Training(seed, named=named) for seed in (1, 2, 3, 4))
     one.steps(5)
-    checkpoint.save(tmp_path / "ours", {"model": one.model, "optimizer": one.optimizer})
-    _write(tmp_path / "ours", tmp_path / "dcp", form)
-    state = states(other, form)
-    dcp.load(state, checkpoint_id=tmp_path / "dcp")
-    set_model_state_dict(other.model, state["model"])
-    set_optimizer_state_dict(other.model, other.optimizer, state["optimizer"], options=FLAT if form == "flat" else None)
+    checkpoint.save(tmp_path / "ours", vars(one) if saved == "object" else states(one, saved))
+    checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", optimizer=form)
+    if saved == "numbered" and not named:
+        form = "numbered"  # there are no names to write
+    readers = [FileSystemReader(tmp_path / "dcp")]
+    if (form == "numbered") == (saved == "numbered" and not named):
+        readers.append(ReshardReader(tmp_path / "ours"))
+    for reader, loaded in zip(readers, (other, third), strict=False):
+        loaded.steps(7)  # so that `optimizer.state_dict()` has tensors to load into
+        state = states(loaded, form)
+        dcp.load(state, storage_reader=reader)
+        if form == "numbered":
+            loaded.model.load_state_dict(state["model"])
+            loaded.optimizer.load_state_dict(state["optimizer"])
+        else:
+            options = FLAT if form == "flat" else None
+            set_model_state_dict(loaded.model, state["model"])
+            set_optimizer_state_dict(loaded.model, loaded.optimizer, state["optimizer"], options=options)
+        assert [group["lr"] for group in loaded.optimizer.param_groups] == [group["lr"] for group in one.optimizer.param_groups]
+    rename = {} if named or saved != "numbered" else one.names_of_numbers()
+    checkpoint.load(tmp_path / "dcp", {"model": fourth.model, "optimizer": fourth.optimizer}, rename=rename)
     one.steps(6)
-    other.steps(6)
-    assert other.is_as(one)
-    third = Training(3)
-    checkpoint.load(tmp_path / "dcp", {"model": third.model, "optimizer": third.optimizer})
-    third.steps(6)
-    assert third.is_as(one)
-
-
-def _write(saved: Path, folder: Path, form: str) -> None:
-    checkpoint.convert(saved, folder, to="dcp", optimizer=form)
+    for loaded in (other, *([third] if len(readers) > 1 else []), fourth):
+        loaded.steps(6)
+        assert loaded.is_as(one)

@@ -70,23 +70,44 @@ def test_every_dtype_and_chunk_size(tmp_path, monkeypatch, chunk_bytes: int, fil
         assert len(list(path.glob("*.distcp"))) > 100
 
 
+T = torch.arange(3)
 EXTRA = {"step": 3, "list": [1, {"a": 2}], "t": (1, 2), "deep": {"a": {"b": None}}, "numbers": {7: "x"}, "empty": [], "b": b"\0"}
 
 
 def test_values_and_nested_names_come_back_through_dcp(tmp_path):
-    extra = {**EXTRA, "x": torch.arange(5), "each": checkpoint.PerRank([4])}
+    # With an entry for "none", torch would take the folder for one of torch 2.3, in which a dict such as "deep" is one value.
+    extra = {**EXTRA, "none": {}, "x": torch.arange(5), "each": checkpoint.PerRank([4])}
     checkpoint.save(tmp_path / "ours", {"model": torch.nn.Linear(2, 3), "extra": extra})
     path = write(tmp_path / "ours", tmp_path / "dcp")
     blank = {"step": 0, "list": [0, {"a": 0}], "t": (), "deep": {"a": {"b": 1}}, "numbers": {"7": ""}, "empty": None, "b": b""}
-    state = {"extra": {**blank, "x": torch.zeros(5, dtype=torch.int64), "each": None}}
+    state = {"extra": {**blank, "none": {}, "x": torch.zeros(5, dtype=torch.int64), "each": None}}
     dcp.load(state, checkpoint_id=path)
     assert torch.equal(state["extra"].pop("x"), torch.arange(5))
-    assert state["extra"] == {**EXTRA, "numbers": {"7": "x"}, "each": [[4]]}
+    assert state["extra"] == {**EXTRA, "none": {}, "numbers": {"7": "x"}, "each": [[4]]}
     dcp_to_torch_save(path, tmp_path / "all.pt")
     whole = torch.load(tmp_path / "all.pt", weights_only=True)
     assert whole["model"].keys() == {"weight", "bias"}
     assert whole["extra"]["list"] == [1, {"a": 2}]
     assert whole["extra"]["deep"] == {"a": {"b": None}}
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "built"),
+    [
+        ([T, 5, [T, 1.5], {"w": T, "n": 1}], {}, None),
+        ([[1, 2], [{"a": [T, 3]}, (T, 4)]], {}, [[1, 2], [{"a": [T, 3]}, [T, 4]]]),
+        ([T, 5, 6], {"exclude": "x.l.1"}, {"0": T, "2": 6}),  # torch would fill the gap with None
+        ([5, T], {"exclude": "x.l.1"}, {"0": 5}),  # to torch, a list without tensors is one value
+        ([5, {}], {}, {"0": 5}),
+        ({"a": 5, "b": 6}, {"rename": {"x.l.b": "x.l.a.b"}}, {"a": 5, "a.b": 6}),
+    ],
+)
+def test_torch_builds_lists_of_tensors_and_values(tmp_path, state: Any, options: dict[str, Any], built: Any):
+    checkpoint.save(tmp_path / "ours", {"x": {"l": state}})
+    dcp_to_torch_save(write(tmp_path / "ours", tmp_path / "dcp", **options), tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt", weights_only=True)["x"]["l"]
+    torch.testing.assert_close(found, state if built is None else built, rtol=0, atol=0)
+    assert checkpoint.read(tmp_path / "dcp").keys() == checkpoint.read(write(tmp_path / "dcp", tmp_path / "again")).keys()
 
 
 def test_tied_weights_are_written_once(tmp_path):
@@ -131,7 +152,7 @@ def test_only_into_an_empty_folder(tmp_path):
     (tmp_path / "dcp" / "notes.txt").write_text("")
     with pytest.raises(UsageError, match="already exists"):
         write(tmp_path / "ours", tmp_path / "dcp")
-    with pytest.raises(UsageError, match="'nested' and 'flat'"):
+    with pytest.raises(UsageError, match="'nested' and 'flat' and 'numbered'"):
         write(tmp_path / "ours", tmp_path / "new", optimizer="flattened")
     with pytest.raises(UsageError, match="to='dcp'"):
         checkpoint.convert(tmp_path / "ours", tmp_path / "new", to="torch", optimizer="flat")
