@@ -523,6 +523,45 @@ def test_an_interrupt_at_any_operation_leaves_the_ranks_agreed(rank: int, after:
     assert leaving <= finished
 
 
+class LateGone:
+    """A store in which the key "gone" is set only once the rank that waits for it has given up and left."""
+
+    def __init__(self, store: Any, waiting: int, gives_up: threading.Event) -> None:
+        self.store, self.waiting, self.gives_up = store, waiting, gives_up
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def set(self, key: str, value: bytes) -> None:
+        if key == "gone":
+            self.gives_up.set()
+            for thread in threading.enumerate():
+                if thread.name == f"rank {self.waiting}":
+                    thread.join()
+        self.store.set(key, value)
+
+
+@needs_clone
+@pytest.mark.parametrize(("waiting", "machines"), [(0, [(0,), (1,)]), (1, [(0,), (1, 2)])], ids=["rank 0", "leader"])
+def test_no_key_comes_back_if_a_rank_gives_up_waiting_for_the_others_to_leave(
+    server: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch, waiting: int, machines: Any
+):
+    nodes, gives_up = joined(server, machines), threading.Event()
+    clock.is_over = gives_up.is_set
+    owner, name = (NodeComm, "_leave_machine") if waiting else (StoreComm, "_leave")
+    leave = getattr(owner, name)
+
+    def late(self: StoreComm, *args: Any) -> Any:
+        return leave(self, *args[:-1], LateGone(args[-1], waiting, gives_up))
+
+    monkeypatch.setattr(owner, name, late)
+    assert run_session(server, len(nodes), lambda comm: "done", nodes=nodes) == ["done"] * len(nodes)
+    assert gives_up.is_set()
+    for node in nodes[waiting:]:
+        if node.connection is not None:
+            assert node.connection.open(10).on_worker(lambda store: store.num_keys()) == 0
+
+
 # --- a rank does not come ---
 
 
