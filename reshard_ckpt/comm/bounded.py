@@ -50,15 +50,15 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 
 class _Call(Generic[T]):
-    """A function call that another thread makes; the lock `done` is released once the result or the error is there."""
+    """A function call that another thread makes; `end` is called once the result or the error is there."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
         self._result: T | None = None
         self._error: BaseException | None = None
         self._ended = False
-        self.done = threading.Lock()
-        self.done.acquire()
+        self._done = threading.Lock()
+        self._done.acquire()
 
     def make(self) -> None:
         try:
@@ -68,8 +68,11 @@ class _Call(Generic[T]):
 
     def ends(self, within_s: float) -> bool:
         """Wait at most `within_s` for the call to end; return whether it has ended. Only one thread may wait."""
-        self._ended = self._ended or self.done.acquire(timeout=max(within_s, 0.0))
-        return self._ended
+        return self._ended or self._done.acquire(timeout=max(within_s, 0.0))
+
+    def end(self) -> None:
+        self._ended = True  # before the lock is released: an interrupt may come when it has just been acquired
+        self._done.release()
 
     def outcome(self) -> T:
         """Return the result of a call that has ended, or raise its error."""
@@ -140,8 +143,8 @@ class _Worker:
                     continue  # a caller has just taken this worker, and its call is about to come
                 return
             call.make()
-            _IDLE.append(self)  # before `done`: the waiting thread may use this worker for its next call
-            call.done.release()
+            _IDLE.append(self)  # before `end`: the waiting thread may use this worker for its next call
+            call.end()
             del call
 
 
@@ -196,7 +199,7 @@ def _is_done(made: _Call[Any], seconds: float) -> bool:
     try:
         return made.ends(seconds)
     except BaseException:  # raised by the handler of a signal
-        made.done.acquire(timeout=_INTERRUPT_S)
+        made.ends(_INTERRUPT_S)
         raise
 
 

@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -143,6 +144,22 @@ def test_an_interrupt_waits_for_the_reply_under_way_so_that_the_next_comes_after
         signal.signal(signal.SIGALRM, before)
     store.set("key", b"1")
     assert store.get("key") == b"1"
+
+
+def test_an_interrupt_that_comes_with_the_reply_waits_no_longer(monkeypatch: pytest.MonkeyPatch):
+    lock, waits = threading.Lock(), []
+
+    def acquire(timeout: float = -1) -> None:
+        waits.append(timeout)
+        assert len(waits) <= 2, "the lock is released once"
+        lock.acquire(timeout=timeout)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+
+    made = SimpleNamespace(acquire=acquire, release=lock.release)
+    monkeypatch.setattr(bounded_module, "threading", SimpleNamespace(Lock=lambda: made, Thread=threading.Thread))
+    with pytest.raises(KeyboardInterrupt):
+        bounded(lambda: 7, 600, "it did not come")
 
 
 def test_a_lock_that_another_thread_keeps_is_a_named_error():
