@@ -212,12 +212,15 @@ def holding(lock: threading.Lock, timeout_s: float, what: str) -> Iterator[None]
     PeerError
         The lock was not free within `timeout_s`.
     """
-    if not lock.acquire(timeout=timeout_s):
-        raise PeerError(f"{what} within {timeout_s:g} s: another thread of this process still waits for the same ranks")
+    taken: list[bool] = []
     try:
+        taken.extend(map(lock.acquire, (True,), (timeout_s,)))  # one call: no interrupt comes before its result is kept
+        if True not in taken:
+            raise PeerError(f"{what} within {timeout_s:g} s: another thread of this process still waits for the same ranks")
         yield
     finally:
-        lock.release()
+        if True in taken:
+            lock.release()
 
 
 @contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -171,6 +172,32 @@ def test_a_lock_that_another_thread_keeps_is_a_named_error():
     ):
         raise AssertionError
     assert lock.acquire(timeout=0)
+
+
+def test_an_interrupt_at_any_moment_leaves_a_lock_that_is_being_taken_free():
+    lock, codes = threading.Lock(), {holding.__wrapped__.__code__}
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if not left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    for moment in range(1, 1000):
+        left = moment
+        sys.settrace(trace)
+        try:
+            with holding(lock, 600, "the ranks did not meet"):
+                sys.settrace(None)
+                break
+        except KeyboardInterrupt:
+            assert not lock.locked()
+    assert moment > 10
 
 
 STUCK = """
