@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from ..errors import PeerError, UsageError
+from ..errors import UsageError
 from .bounded import BoundedStore, StoreConnection, bounded, holding, named_failure
 from .home import REPLY_S, Home, own_address
 
@@ -59,11 +59,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Missed(NamedTuple):
-    """A session that this rank gave up because it could not reach rank 0, which is told later: its number, call and reason."""
+    """A session that this rank gave up before it reached rank 0, which is told later: its number, call and reason."""
 
     number: int
     call: bytes
-    reason: PeerError
+    reason: BaseException
 
 
 class SessionCounter:
