@@ -203,9 +203,10 @@ def _is_done(made: _Call[Any], seconds: float) -> bool:
         raise
 
 
-@contextmanager
-def holding(lock: threading.Lock, timeout_s: float, what: str) -> Iterator[None]:
-    """Hold a lock during the ``with`` block. Another thread may hold it for long, while that thread waits for other ranks.
+def holding(lock: threading.Lock, call: Callable[[], T], timeout_s: float, what: str) -> T:
+    """Return the result of a call, made while this thread holds a lock, and after an interrupt at any moment hold it no more.
+
+    Another thread may hold the lock for long, while that thread waits for other ranks.
 
     Raises
     ------
@@ -217,7 +218,7 @@ def holding(lock: threading.Lock, timeout_s: float, what: str) -> Iterator[None]
         taken.extend(map(lock.acquire, (True,), (timeout_s,)))  # one call: no interrupt comes before its result is kept
         if True not in taken:
             raise PeerError(f"{what} within {timeout_s:g} s: another thread of this process still waits for the same ranks")
-        yield
+        return call()
     finally:
         if True in taken:
             lock.release()
@@ -277,10 +278,13 @@ class StoreConnection:
         DistError
             The store does not answer.
         """
-        with holding(self._lock, timeout_s, "the job's key-value store was not reached"):
+
+        def opened() -> BoundedStore:
             if self._client is None:
                 self._client = self._connect(timeout_s)
             return BoundedStore(self._client, self, _Limit(timeout_s))
+
+        return holding(self._lock, opened, timeout_s, "the job's key-value store was not reached")
 
     def mark_lost(self, client: Any) -> None:
         """Drop the client in use if it is this one, which did not answer, and all spare ones: the next `open` connects anew."""

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from ..errors import UsageError
+from ..errors import PeerError, UsageError
 from .bounded import BoundedStore, StoreConnection, bounded, holding, named_failure
 from .home import REPLY_S, Home, own_address
 
@@ -63,7 +63,7 @@ class Missed(NamedTuple):
 
     number: int
     call: bytes
-    reason: BaseException
+    reason: PeerError
 
 
 class SessionCounter:
@@ -134,9 +134,14 @@ def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
             "process that joined the job (checkpoint.read and checkpoint.catalog need no process group, and work here)"
         )
     if (cached := _GROUPS.get(group)) is None:
-        with holding(_LOCK, timeout_s, "the ranks did not meet"), named_failure("the ranks did not meet"):
-            if (cached := _GROUPS.get(group)) is None:
-                cached = _GROUPS[group] = _make_group(group, timeout_s)
+        with named_failure("the ranks did not meet"):
+            cached = holding(_LOCK, lambda: _kept_group(group, timeout_s), timeout_s, "the ranks did not meet")
+    return cached
+
+
+def _kept_group(group: dist.ProcessGroup, timeout_s: float) -> Group:
+    if (cached := _GROUPS.get(group)) is None:
+        cached = _GROUPS[group] = _make_group(group, timeout_s)
     return cached
 
 

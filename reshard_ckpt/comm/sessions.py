@@ -232,7 +232,9 @@ def _arrive(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn:
     number = sessions.number(turn)
     try:
         comm = comm_of(number)
-    except BaseException as reason:
+    except BaseException as error:
+        # Not an interrupt itself: its traceback would keep all frames alive.
+        reason = error if isinstance(error, PeerError) else PeerError(type(error).__name__)
         sessions.missed.append(Missed(number, call, reason))
         raise
     while sessions.missed:

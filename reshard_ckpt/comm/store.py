@@ -350,10 +350,10 @@ class StoreComm:
         absent = self._refused().absent
         return self._store.add("left", 0) % TOLD + len(self._ended() - {*absent}) >= num_others
 
-    def give_up_unmet(self, call: bytes, reason: BaseException) -> None:
+    def give_up_unmet(self, call: bytes, reason: PeerError) -> None:
         """Refuse a session that this rank did not reach, often because the store did not exist in time; tell the others why."""
-        refusal = refusal_of(reason, self.rank)
-        if isinstance(reason, PeerError):
+        refusal = Refusal("PeerError", f"rank {self.rank}: {reason}", (self.rank,))
+        if reason.ranks:
             refusal = Refusal("PeerError", str(reason), reason.ranks, absent=reason.ranks)
         with self._reachable():
             self._store.append(self._key("in"), encode_frames([Frame(self.rank, self.rank, False, call)]))
