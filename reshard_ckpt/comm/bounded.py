@@ -50,15 +50,15 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 
 class _Call(Generic[T]):
-    """A function call that another thread makes; the lock `done` is released once the result or the error is there."""
+    """A function call that another thread makes; `end` is called once the result or the error is there."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
         self._result: T | None = None
         self._error: BaseException | None = None
         self._ended = False
-        self.done = threading.Lock()
-        self.done.acquire()
+        self._done = threading.Lock()
+        self._done.acquire()
 
     def make(self) -> None:
         try:
@@ -68,8 +68,11 @@ class _Call(Generic[T]):
 
     def ends(self, within_s: float) -> bool:
         """Wait at most `within_s` for the call to end; return whether it has ended. Only one thread may wait."""
-        self._ended = self._ended or self.done.acquire(timeout=max(within_s, 0.0))
-        return self._ended
+        return self._ended or self._done.acquire(timeout=max(within_s, 0.0))
+
+    def end(self) -> None:
+        self._ended = True  # before the lock is released: an interrupt may come when it has just been acquired
+        self._done.release()
 
     def outcome(self) -> T:
         """Return the result of a call that has ended, or raise its error."""
@@ -140,8 +143,8 @@ class _Worker:
                     continue  # a caller has just taken this worker, and its call is about to come
                 return
             call.make()
-            _IDLE.append(self)  # before `done`: the waiting thread may use this worker for its next call
-            call.done.release()
+            _IDLE.append(self)  # before `end`: the waiting thread may use this worker for its next call
+            call.end()
             del call
 
 
@@ -196,25 +199,29 @@ def _is_done(made: _Call[Any], seconds: float) -> bool:
     try:
         return made.ends(seconds)
     except BaseException:  # raised by the handler of a signal
-        made.done.acquire(timeout=_INTERRUPT_S)
+        made.ends(_INTERRUPT_S)
         raise
 
 
-@contextmanager
-def holding(lock: threading.Lock, timeout_s: float, what: str) -> Iterator[None]:
-    """Hold a lock during the ``with`` block. Another thread may hold it for long, while that thread waits for other ranks.
+def holding(lock: threading.Lock, call: Callable[[], T], timeout_s: float, what: str) -> T:
+    """Return the result of a call, made while this thread holds a lock, and after an interrupt at any moment hold it no more.
+
+    Another thread may hold the lock for long, while that thread waits for other ranks.
 
     Raises
     ------
     PeerError
         The lock was not free within `timeout_s`.
     """
-    if not lock.acquire(timeout=timeout_s):
-        raise PeerError(f"{what} within {timeout_s:g} s: another thread of this process still waits for the same ranks")
+    taken: list[bool] = []
     try:
-        yield
+        taken.extend(map(lock.acquire, (True,), (timeout_s,)))  # one call: no interrupt comes before its result is kept
+        if True not in taken:
+            raise PeerError(f"{what} within {timeout_s:g} s: another thread of this process still waits for the same ranks")
+        return call()
     finally:
-        lock.release()
+        if True in taken:
+            lock.release()
 
 
 @contextmanager
@@ -271,10 +278,13 @@ class StoreConnection:
         DistError
             The store does not answer.
         """
-        with holding(self._lock, timeout_s, "the job's key-value store was not reached"):
+
+        def opened() -> BoundedStore:
             if self._client is None:
                 self._client = self._connect(timeout_s)
             return BoundedStore(self._client, self, _Limit(timeout_s))
+
+        return holding(self._lock, opened, timeout_s, "the job's key-value store was not reached")
 
     def mark_lost(self, client: Any) -> None:
         """Drop the client in use if it is this one, which did not answer, and all spare ones: the next `open` connects anew."""

@@ -59,7 +59,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Missed(NamedTuple):
-    """A session that this rank gave up because it could not reach rank 0, which is told later: its number, call and reason."""
+    """A session that this rank gave up before it reached rank 0, which is told later: its number, call and reason."""
 
     number: int
     call: bytes
@@ -134,9 +134,14 @@ def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
             "process that joined the job (checkpoint.read and checkpoint.catalog need no process group, and work here)"
         )
     if (cached := _GROUPS.get(group)) is None:
-        with holding(_LOCK, timeout_s, "the ranks did not meet"), named_failure("the ranks did not meet"):
-            if (cached := _GROUPS.get(group)) is None:
-                cached = _GROUPS[group] = _make_group(group, timeout_s)
+        with named_failure("the ranks did not meet"):
+            cached = holding(_LOCK, lambda: _kept_group(group, timeout_s), timeout_s, "the ranks did not meet")
+    return cached
+
+
+def _kept_group(group: dist.ProcessGroup, timeout_s: float) -> Group:
+    if (cached := _GROUPS.get(group)) is None:
+        cached = _GROUPS[group] = _make_group(group, timeout_s)
     return cached
 
 

@@ -66,10 +66,7 @@ class Home:
             Rank 0 has not come within `timeout_s`, or the job's store is gone.
         """
         with named_failure(f"{title}: the job's key-value store does not answer"):
-            with holding(self._lock, timeout_s, f"{title}: the ranks did not meet"):
-                if not self._has_met:
-                    self._meet(title, timeout_s)
-                    self._has_met = True
+            holding(self._lock, lambda: self._meet(title, timeout_s), timeout_s, f"{title}: the ranks did not meet")
             root = self._connection.open(timeout_s).below(self._nonce())
         return root.below(name), Neighbours(self._node, root)
 
@@ -84,7 +81,12 @@ class Home:
         return client
 
     def _meet(self, title: str, timeout_s: float) -> None:
-        """Find rank 0's store (on rank 0: start it), connect, and register this process there. A failed call may be repeated."""
+        """Find rank 0's store (on rank 0: start it), connect, and register this process there, once.
+
+        A failed call may be repeated.
+        """
+        if self._has_met:
+            return
         meeting = self._meeting.open(timeout_s)
         meeting.allow(timeout_s)
         if self._rank == 0:
@@ -101,6 +103,7 @@ class Home:
             meeting.set(self._key, self._record)
         elif num_here == self._size and meeting.check([self._key]) and meeting.get(self._key) == self._record:
             meeting.delete_key(self._key)
+        self._has_met = True
 
     def _start(self) -> tuple[Any, bytes]:
         """Start rank 0's store, or return the one that was started before: other ranks may have read its address already."""

@@ -227,12 +227,14 @@ def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn
 def _arrive(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> StoreComm:
     """Return the `Comm` of a session.
 
-    If rank 0 cannot be reached in time, remember that; a later call tells rank 0 of the failure.
+    If rank 0 cannot be reached in time, or an interrupt comes first, remember that; a later call tells rank 0 of the failure.
     """
     number = sessions.number(turn)
     try:
         comm = comm_of(number)
-    except PeerError as reason:
+    except BaseException as error:
+        # Not an interrupt itself: its traceback would keep all frames alive.
+        reason = error if isinstance(error, PeerError) else PeerError(type(error).__name__)
         sessions.missed.append(Missed(number, call, reason))
         raise
     while sessions.missed:

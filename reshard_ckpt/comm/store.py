@@ -351,10 +351,13 @@ class StoreComm:
         return self._store.add("left", 0) % TOLD + len(self._ended() - {*absent}) >= num_others
 
     def give_up_unmet(self, call: bytes, reason: PeerError) -> None:
-        """Refuse a session that this rank could not reach in time because the store did not exist; tell the others why."""
+        """Refuse a session that this rank did not reach, often because the store did not exist in time; tell the others why."""
+        refusal = Refusal("PeerError", f"rank {self.rank}: {reason}", (self.rank,))
+        if reason.ranks:
+            refusal = Refusal("PeerError", str(reason), reason.ranks, absent=reason.ranks)
         with self._reachable():
             self._store.append(self._key("in"), encode_frames([Frame(self.rank, self.rank, False, call)]))
-            self._refuse(Refusal("PeerError", str(reason), tuple(reason.ranks), absent=tuple(reason.ranks)))
+            self._refuse(refusal)
         self.leave(waits=False)
 
     def undo(self) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -145,15 +147,53 @@ def test_an_interrupt_waits_for_the_reply_under_way_so_that_the_next_comes_after
     assert store.get("key") == b"1"
 
 
+def test_an_interrupt_that_comes_with_the_reply_waits_no_longer(monkeypatch: pytest.MonkeyPatch):
+    lock, waits = threading.Lock(), []
+
+    def acquire(timeout: float = -1) -> None:
+        waits.append(timeout)
+        assert len(waits) <= 2, "the lock is released once"
+        lock.acquire(timeout=timeout)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+
+    made = SimpleNamespace(acquire=acquire, release=lock.release)
+    monkeypatch.setattr(bounded_module, "threading", SimpleNamespace(Lock=lambda: made, Thread=threading.Thread))
+    with pytest.raises(KeyboardInterrupt):
+        bounded(lambda: 7, 600, "it did not come")
+
+
 def test_a_lock_that_another_thread_keeps_is_a_named_error():
     lock = threading.Lock()
-    with (
-        holding(lock, 600, "the ranks did not meet"),
-        pytest.raises(PeerError, match="did not meet within 0.01 s: another thread"),
-        holding(lock, 0.01, "the ranks did not meet"),
-    ):
-        raise AssertionError
-    assert lock.acquire(timeout=0)
+    with lock, pytest.raises(PeerError, match="did not meet within 0.01 s: another thread"):
+        holding(lock, pytest.fail, 0.01, "the ranks did not meet")
+    assert holding(lock, lambda: 7, 600, "the ranks did not meet") == 7
+    assert not lock.locked()
+
+
+def test_an_interrupt_at_any_moment_leaves_a_lock_that_is_being_taken_free():
+    lock, codes = threading.Lock(), {holding.__code__}
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code not in codes:
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if not left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    for moment in range(1, 1000):
+        left = moment
+        sys.settrace(trace)
+        try:
+            holding(lock, lambda: sys.settrace(None), 600, "the ranks did not meet")
+            break
+        except KeyboardInterrupt:
+            assert not lock.locked()
+    assert moment > 10
 
 
 STUCK = """
