@@ -299,17 +299,21 @@ def open_shared_source(
 ) -> Iterator[Source]:
     """Open a path on every rank, and check that all see the same checkpoint; rank 0 protects it from removal. Collective."""
     with ExitStack() as stack:
-        lock_s = timeout_s if comm.rank == 0 else None
-        yield open_same(comm, str(path), lambda found: _open(path, stack, formats, lock_s, found), stack)
+        is_locking = comm.rank == 0
+        yield open_same(comm, str(path), lambda found: _open(path, stack, formats, timeout_s, found, is_locking), stack)
 
 
-def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, found: Found | None = None) -> Identified[Source]:
+def _open(
+    path: Path, stack: ExitStack, formats: Formats, timeout_s: float, found: Found | None = None, is_locking: bool = True
+) -> Identified[Source]:
     """Open a path on one rank: in this library's own format, else in the first foreign format that recognizes it.
 
-    `lock_s` are the seconds to wait for the lock of a checkpoint (`reading`); with None it is not locked. With `found`, the
-    catalog that another rank has found is decoded, and none is read.
+    `timeout_s` are the seconds for which requests to an object store are repeated, at most `MOMENTS_S`, and those to wait for
+    the lock of a checkpoint (`reading`), which is taken if `is_locking`. With `found`, the catalog that another rank has found
+    is decoded, and none is read.
     """
-    storage = stack.enter_context(open_storage(found.path if found else path))
+    lock_s = timeout_s if is_locking else None
+    storage = stack.enter_context(open_storage(found.path if found else path, timeout_s=min(timeout_s, MOMENTS_S)))
     if lock_s is not None:
         stack.enter_context(reading(storage, lock_s))
     hints = storage.hints
@@ -321,7 +325,7 @@ def _open(path: Path, stack: ExitStack, formats: Formats, lock_s: float | None, 
         tags = (_latest(candidate, listed) for candidate in formats())
         tag = next((tag for tag in tags if tag is not None), None)
         if tag is not None:
-            return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock_s)
+            return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, timeout_s, is_locking=is_locking)
         return _open_foreign(path_text(path), listed, stack, formats, error)
     if lock_s is not None and not hints.has_locks:
         stack.enter_context(kept_for_reader(storage, opened.value.save_id))

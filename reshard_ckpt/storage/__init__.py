@@ -120,7 +120,10 @@ def _place(url: str) -> list[str]:
     assert match is not None
     scheme, (bucket, *parts) = match[1].lower(), url[match.end() :].rstrip("/").split("/")
     if len(match[2]) != 2 or not _BUCKET.fullmatch(bucket):
-        raise UsageError(f"{url!r}: pass {scheme}://bucket/prefix as a str; a Path drops a slash, and a bucket has a name")
+        raise UsageError(
+            f"{url!r}: pass {scheme}://bucket/prefix as a str, as a Path drops a slash; a bucket's name has 2 to 255 letters, "
+            "digits, '.', '_' and '-'"
+        )
     if any(part in ("", ".", "..") or "\\" in part for part in parts):
         raise UsageError(f"{url!r}: a prefix has no empty part, no '.', no '..' and no backslash; write the place itself")
     return [scheme, bucket, *parts]

@@ -160,12 +160,12 @@ def _reason(error: Exception) -> str:
     status = re.search(r"status code: (\d{3} [A-Za-z ]+)", text)
     code = re.search(r"<Code>(\w+)</Code>", text)
     kind = type(error).__name__
-    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or (status and status[1][:3] in ("401", "403")):
         advice = "; check the credentials and their rights (docs/object-stores.md)"
     elif code and code[1] == "NoSuchBucket":
         advice = "; make the bucket first, or check its name"
     else:
-        advice = ""
+        advice = "; look at the store and the network, then try again"
     short = " ".join(part[1] for part in (status, code) if part) or " ".join(text.split("Debug source")[0].split())[:300]
     return f"{short}{advice}"
 

@@ -119,7 +119,7 @@ def test_names_that_are_not_there_are_a_problem(src: Path, tmp_path: Path) -> No
         ({"model.*": {"tp": "shard(1)"}}, r"shard(1), but its shape is (8,)"),
         ({"model.emb.*": {"pp": "resident(2)"}}, "coordinates of this axis are 0 to 1"),
         ({"model.emb.*": {"sections": {0: [3, 4]}}}, "do not add up to its shape (16, 8)"),
-        ({"optimizer.*": {"pp": "flat", "tp": "flat"}}, "flat on several axes"),
+        ({"optimizer.*": {"pp": "flat", "tp": "flat"}}, "a rule must replicate it on all but one, as {'tp': 'replicate'}"),
         ({"model.*": "replicate"}, "wanted a pattern and a map"),
         (["model"], "wanted a map of name patterns"),
         ({"model.*": {"order": ["dp"]}}, "'dp' is not an axis of the mesh"),

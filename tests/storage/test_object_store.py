@@ -355,7 +355,15 @@ def test_errors_name_the_place_and_no_secret(servers: tuple[str, FaultProxy], mo
     assert "no-such-bucket/run/f: cannot write: 404 Not Found NoSuchBucket; make the bucket first" in str(caught.value)
     assert caught.value.__suppress_context__
     hidden = object_client._reason(OSError("GET https://a.blob/x?sv=1&sig=SECRET failed"))
-    assert hidden == "GET https://a.blob/x?… failed"
+    assert hidden == "GET https://a.blob/x?… failed; look at the store and the network, then try again"
+    no_token = object_client._reason(OSError("PUT http://host/token: status code: 403 Forbidden: denied"))
+    assert no_token == "403 Forbidden; check the credentials and their rights (docs/object-stores.md)"
+
+
+def test_a_load_waits_for_a_server_that_is_away_no_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch):
+    set_endpoint(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(StorageError, match=r"retry_timeout: 1s.*; look at the store and the network, then try again"):
+        checkpoint.load("s3://bucket/run", {"w": torch.zeros(2)}, timeout_s=1)
 
 
 def test_a_process_that_was_forked_after_use_is_told(storage: Storage, monkeypatch: pytest.MonkeyPatch):

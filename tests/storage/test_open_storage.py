@@ -57,7 +57,7 @@ def test_what_no_store_serves_is_an_error_and_no_folder(path: str, tmp_path: Pat
 
 
 def test_a_url_that_became_a_path_says_so():
-    with pytest.raises(UsageError, match=r"'s3:/bucket/x': pass s3://bucket/prefix as a str; a Path drops a slash"):
+    with pytest.raises(UsageError, match=r"'s3:/bucket/x': pass s3://bucket/prefix as a str, as a Path drops a slash"):
         open_storage(Path("s3://bucket/x"))
 
 

@@ -104,8 +104,10 @@ class _Placer:
         for number, axis in enumerate(self.mesh.axes):
             self._divide_again(axis, number * len(self.names))
         for name, p in self.placed.items():
-            if sum(KINDS[a.kind].flattens for a in p.axes) > 1:
-                raise UsageError(f"{name}: flat on several axes; a tensor can be flat on one: correct the rules")
+            flat = [a.axis for a in p.axes if KINDS[a.kind].flattens]
+            if len(flat) > 1:
+                one = f"{{{flat[-1]!r}: 'replicate'}}"
+                raise UsageError(f"{name}: flat on {', '.join(flat)}; a rule must replicate it on all but one, as {one} does")
         return self.placed
 
     def _given_by_names(self, axis: str) -> dict[str, Ints]:
