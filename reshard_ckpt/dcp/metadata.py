@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..core.catalog.model import Catalog, TensorKind
+from ..core.catalog.names import optimizer_of
 from ..core.catalog.specs import ValueKind
 from ..core.report import plural
 from ..core.trees import name_of
@@ -30,9 +31,9 @@ from ..errors import CheckpointNotFound
 from ..format.dtypes import TORCH_DTYPES
 from ..format.shard_file import opaque_value
 from ..formats.dcp.names import key_path, taken_apart
+from ..formats.numbered import numbered_optimizers
 from ..formats.source import Path, RawValue, Source, open_source, with_options
 from ..state.layouts import RankSet, group_of
-from ..state.optimizer_dicts import flat_groups, with_param_names
 
 FORMATS_AS_SAVED = with_options({"as_saved": True}, only=["dcp"])
 """The formats to try when a checkpoint is opened. A DCP folder is opened with the tensor names that DCP saved."""
@@ -76,17 +77,19 @@ def all_values(source: Source, verify: bool, group: RankSet) -> Iterator[tuple[s
         if name is not None:
             yield name, OpaqueValue(blob)
     values = open_values(source.storage, saved, saved.value_names, verify=verify)
+    optimizers = numbered_optimizers(saved, {name: each.value for name, each in values.items()})
     for entry in saved.values_table:
         value = _value_for_rank(entry.name, values[entry.name], group)
         if isinstance(value, UnavailableValue):
             yield entry.name, value
             continue
         # The leaves of dicts, and of lists that hold dicts.
-        path, value = key_path(entry.path), with_param_names(value) if entry.kind is ValueKind.PARAM_GROUPS else value
-        leaves = [KeyedValue(at, part) for at, part in taken_apart(path, value)]
-        if entry.kind is ValueKind.PARAM_GROUPS:
+        path = key_path(entry.path)
+        own = optimizers[optimizer_of(entry.name) or ""] if entry.kind is ValueKind.PARAM_GROUPS else None
+        leaves = [KeyedValue(at, part) for at, part in taken_apart(path, own.named(value) if own else value)]
+        if own:
             # Two sets of names: by number (``param_groups.0.lr``) as above, and by parameter (``param_groups.w.lr``).
-            leaves += (KeyedValue((*path[:-1], name), part) for name, part in flat_groups(value))
+            leaves += (KeyedValue((*path[:-1], name), part) for name, part in own.flat(value))
         yield from ((leaf.name, leaf) for leaf in leaves)
     yield from source.raw.items()
 

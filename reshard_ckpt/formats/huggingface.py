@@ -160,7 +160,7 @@ def _changed(data: bytes, left_out: Collection[str], dtypes: Mapping[str, str]) 
 
     def changed(config: dict[str, Any]) -> dict[str, Any]:
         """Change the entries of a model's config, and of the configs of its parts. An entry such as a vocabulary stays."""
-        new = dict(config)
+        new = dict(config.items())
         for key, value in config.items():
             if key in ("torch_dtype", "dtype"):
                 new[key] = cast(value)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import STATE, optimizer_of
 from ..core.catalog.specs import StateLink, ValueKind
-from ..state.optimizer_dicts import are_numbered_groups, with_param_names
+from ..state.optimizer_dicts import are_numbered_groups, flat_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,19 @@ class NumberedOptimizer:
             return None
         return (*self.above, STATE, fqn if by_name else self.numbers.get(fqn, fqn), *link.key.split("."))
 
-    def named(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return groups by FQN, with each tied parameter listed once, and with ``param_names``."""
-        return with_param_names({**group, "params": [fqn for fqn in group["params"] if fqn not in self.tied]} for group in groups)
+    def named(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return groups by FQN, with each tied parameter listed once.
 
-    def numbered(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        They have ``param_names``, which torch wants to load into an optimizer made of ``named_parameters()``.
+        """
+        names = [[fqn for fqn in group["params"] if fqn not in self.tied] for group in groups]
+        return [{**group, "params": own, "param_names": [*own]} for group, own in zip(groups, names, strict=True)]
+
+    def flat(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Yield every hyperparameter of every parameter and second name: its key in a flattened state dict, and its value."""
+        return flat_groups({**own, "params": group["params"]} for own, group in zip(self.named(groups), groups, strict=True))
+
+    def numbered(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return groups by FQN as ``optimizer.state_dict()`` has them: parameters by number, and ``param_names``."""
         return [{**group, "params": [self.numbers[fqn] for fqn in group["params"]]} for group in self.named(groups)]
 

@@ -166,11 +166,6 @@ def param_names(group: Mapping[str, Any]) -> list[str] | None:
     return list(names) if _is_names(names) else None
 
 
-def with_param_names(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups by FQN with ``param_names``, which torch wants to load into an optimizer made of ``named_parameters()``."""
-    return [{**group, "param_names": list(group["params"])} for group in groups]
-
-
 def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
     """Map the number of each parameter to its name in ``param_names``. Return None if a group has no names, or names repeat."""
     names: dict[int, str] = {}

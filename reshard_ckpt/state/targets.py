@@ -297,13 +297,12 @@ class TreeTarget:
         if name_of(path[: len(self._tree.path)]) != self.name:
             return False
         node = self._root
-        relative = self._relative(path)
         # Once a step is missing, all later steps are too.
-        for key in relative:
-            if isinstance(key, Index) or is_stateful(node) or not (_is_absent(node) or isinstance(node, MutableMapping)):
+        for key in self._relative(path):
+            if isinstance(key, Index) or not (_is_absent(node) or isinstance(node, MutableMapping)):
                 return False
             node = _MISSING if _is_absent(node) else node.get(key, _MISSING)
-        return bool(relative) and (_is_absent(node) or (isinstance(node, Mapping) and not node))
+        return node is _MISSING
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         """Make the changes that `check` has collected. If the tree is the state of an object, give it back to the object."""

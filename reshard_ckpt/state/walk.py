@@ -140,6 +140,8 @@ def _tree_of(row: Entry, steps_of: StepsOf, depth: int) -> Tree:
         tree = Tree(row.path, obj.get_state(), rows, obj.set_state, depth=depth)
     else:
         root, watched = Watched.state_dict_of(obj)
+        if root is obj:
+            raise UsageError(f"{row.name}: the state_dict() of {type_in_words(obj)} returns the object itself; return dict(self)")
         tree = Tree(row.path, root, rows, obj.load_state_dict, obj, watched, depth=depth)
     _add(rows, tree.root, row.path, (), steps_of)
     return tree

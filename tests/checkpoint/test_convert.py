@@ -747,11 +747,12 @@ def test_where_there_are_no_locks_conversions_work_alone_and_leave_the_folders_o
     assert sorted(os.listdir(tmp_path)) == [other.name, "n", "out"]
 
 
-def test_config_and_tokenizer_go_along(tmp_path: Path):
+@pytest.mark.parametrize("config", ['{"dtype": null}', "[1]", "[" * 100_000], ids=["no dtype", "no dict", "too deep"])
+def test_config_and_tokenizer_go_along(tmp_path: Path, config: str):
     source = tmp_path / "hub"
     source.mkdir()
     save_file({"w": torch.ones(3), "v": torch.ones(2).half(), "i": torch.ones(9).int()}, source / "model.safetensors")
-    kept = {"config.json": '{"dtype": null}', "tokenizer.json": '{"a": 1}', "merges.txt": "a b", "spiece.model": "x"}
+    kept = {"config.json": config, "tokenizer.json": '{"dtype": "float32"}', "merges.txt": "a b", "spiece.model": "x"}
     for name, text in {**kept, "train.log": "no", "x.py": "no", "old.bin.index.json": "no"}.items():
         (source / name).write_text(text)
     checkpoint.convert(source, tmp_path / "out", cast={"*": "bfloat16"})
@@ -769,16 +770,18 @@ def test_config_and_tokenizer_go_along(tmp_path: Path):
     ],
 )
 def test_the_config_names_the_dtypes_of_the_weights(tmp_path: Path, cast: Any, w: str, v: str):
-    def config(w: str, v: str) -> dict[str, Any]:
+    def config(w: str, v: str, other: str) -> dict[str, Any]:
         parts = {"text_config": {"dtype": w}, "vision_config": {"torch_dtype": v}, "quantization_config": {"dtype": "float32"}}
+        parts["audio_config"] = {"dtype": other}  # none of the saved ones: it becomes that of most weights
         return {"torch_dtype": w, "dtype": {"": w, "vision_config": v}, "x": 1.5, "vocabulary": {"dtype": "float32"}, **parts}
 
     source = tmp_path / "hub"
     source.mkdir()
-    save_file({"w": torch.ones(30), "v": torch.ones(2).half(), "i": torch.ones(99).int()}, source / "model.safetensors")
-    (source / "config.json").write_text(json.dumps(config("float32", "float16")))
+    few = {"v": torch.ones(2).half(), "t": torch.ones(3), "u": torch.ones(3)}
+    save_file({"w": torch.ones(30), **few, "i": torch.ones(99).int()}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(config("float32", "float16", "float64")))
     checkpoint.convert(source, tmp_path / "out", cast=cast and {f"model.{name}": dtype for name, dtype in cast.items()})
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config(w, v)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config(w, v, w if cast else "float64")
 
 
 def test_progress_counts_every_byte(tmp_path: Path):

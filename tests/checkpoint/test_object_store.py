@@ -246,19 +246,28 @@ def test_what_a_killed_conversion_in_place_made_beside_is_removed(url: str, monk
         assert not [key for key, _ in storage.list() if key.startswith(".made") or key.endswith(CONVERT_LOCK)]
 
 
-@pytest.mark.parametrize("to", ["reshard", "safetensors"])
+@pytest.mark.parametrize(
+    ("to", "seen"),
+    [("reshard", "lease"), ("safetensors", "lease"), ("safetensors", "nothing"), ("safetensors", "all but the end")],
+)
 def test_a_conversion_that_ends_while_another_one_begins_is_not_deleted(
-    url: str, to: str, monkeypatch: pytest.MonkeyPatch
+    url: str, to: str, seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one has seen that the first one is under way, and asks for its lease once it has ended."""
+    """The other one has seen this much of the first one, and asks for its lease once it has ended."""
     checkpoint.save(f"{url}/own", state())
     leased, sources, began = destination._leased, open_storage(f"{url}/made"), []
-    sources.publish(CONVERT_LOCK, content(b"conversion", 0.0))
+    if seen == "all but the end":
+        checkpoint.convert(f"{url}/own", f"{url}/made", to=to)
+    if seen != "nothing":
+        sources.publish(CONVERT_LOCK, content(b"conversion", 0.0))
 
     def late(storage: Any, *note: str) -> Any:
         if not began:
             began.append(storage)
-            checkpoint.convert(f"{url}/own", f"{url}/made", to=to)
+            if seen == "all but the end":
+                sources.delete([CONVERT_LOCK])
+            else:
+                checkpoint.convert(f"{url}/own", f"{url}/made", to=to)
         return leased(storage, *note)
 
     monkeypatch.setattr(destination, "_leased", late)

@@ -219,6 +219,7 @@ def freed(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
 )
 def test_tensors_without_plain_memory_are_refused_with_what_to_do(tensor, message):
     saved, _ = save([capture({"x": torch.ones(2)})]), capture({"x": torch.ones(2, 3)})  # they look like some of the tensors
+    capture({"x": freed(torch.ones(4)[4:], 0), "y": torch.zeros(3, 0)})  # without elements, they need no memory
     with pytest.raises(UnsupportedError, match=message):
         capture({"x": tensor})
     with pytest.raises(UnsupportedError, match=message):

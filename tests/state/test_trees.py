@@ -133,6 +133,13 @@ class HasExtraState(nn.Module):
     def set_extra_state(self, state: int) -> None: ...
 
 
+class OwnState(dict[str, Any]):
+    def state_dict(self) -> dict[str, Any]:
+        return self
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 LOOP: dict[str, Any] = {"x": 1}
 LOOP["self"] = LOOP
 BAG: list[Any] = [torch.zeros(1)]
@@ -148,6 +155,7 @@ REFUSED: dict[str, tuple[Any, tuple[type[Exception], str]]] = {
     "a part of an object and a value with one name": ({"o": Counter(x=1), "o.x": 2}, TWICE),
     "a dict in itself": ({"extra": LOOP}, LOOPS),
     "a list in itself": ({"extra": BAG}, LOOPS),
+    "an object that is its own state": ({"o": OwnState(x=1)}, (UsageError, "OwnState returns the object itself")),
     "no plain value": ({"extra": {"x": [1, object()]}}, (UnsupportedError, r"extra.x\[1\]")),
     "no dict": (nn.Linear(1, 1), (UsageError, "state: wanted a dict")),
     "a module without a name": ({"": nn.Linear(1, 1), "step": 1}, NO_NAME),

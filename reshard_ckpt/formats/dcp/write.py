@@ -26,7 +26,6 @@ from ...engine.loading.stream import Run, whole_run
 from ...errors import NameCollisionError
 from ...format.dtypes import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
-from ...state.optimizer_dicts import flat_groups, with_param_names
 from ...storage.protocol import ABSENT, Storage
 from ...torchfile.object_writer import around_tensor
 from ..numbered import NumberedOptimizer, numbered_optimizers
@@ -214,11 +213,12 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
         own_path, value = key_path(entry.path), values[entry.name]
         path = of_state.get(entry.name, own_path)
         pairs: Iterable[tuple[KeyPath, Any]] = ()
-        if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
-            pairs = (((*own_path[:-1], name), leaf) for name, leaf in flat_groups(with_param_names(value)))
-        elif entry.kind is ValueKind.PARAM_GROUPS:
+        if entry.kind is ValueKind.PARAM_GROUPS:
             own = optimizers[optimizer_of(entry.name) or ""]
-            pairs = taken_apart(own_path, own.named(value) if optimizer == "nested" else own.numbered(value))
+            if optimizer == "flat":
+                pairs = (((*own_path[:-1], name), leaf) for name, leaf in own.flat(value))
+            else:
+                pairs = taken_apart(own_path, own.named(value) if optimizer == "nested" else own.numbered(value))
         elif path is not None:
             pairs = taken_apart(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
         for where, leaf in pairs:
