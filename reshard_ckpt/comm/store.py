@@ -298,13 +298,10 @@ class StoreComm:
         with suppress(DistError):
             self._leave_near()
             # Rank 0 waits for all other ranks, or after a refusal for the ranks that had come. The last of these ranks tells it.
-            num_others = self.size - 1 - (0 if self._refusal is None else len({*self._refusal.absent} - {0}))
+            num_others = self.size - 1 - (0 if self._refusal is None else len(self._refusal.absent))
             if self.rank == 0 and waits and num_others > 0:
                 gone = partial(self._store.set, "gone", b"")
-                with suppress(StoreLost):  # rank 0 counts itself all the same
-                    self._wait_for(
-                        "gone", self._farewell(), gone, lambda: self._refusal is not None and self._have_ended(num_others)
-                    )
+                self._wait_for("gone", self._farewell(), gone, lambda: self._refusal is not None and self._have_ended(num_others))
             if number := self._num_leaving():
                 self._store.on_worker(partial(self._leave, number, num_others))
 
@@ -314,7 +311,7 @@ class StoreComm:
         if self.rank and num_left - number < num_others <= num_left:
             store.set("gone", b"")
             told, num_left = divmod(store.add("left", TOLD), TOLD)  # not before: with the count complete, all keys are deleted
-        if num_left == self.size - 1 and told == 1 + (num_others > 0):
+        if num_left == self.size - 1 and told >= 1 + (num_others > 0):
             self._delete_all(store)
 
     def _num_leaving(self) -> int:

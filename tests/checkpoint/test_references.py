@@ -316,8 +316,8 @@ def test_cut_off_anywhere_it_is_whole_and_can_be_compacted_again(memory: str):
         refer(path, f"{name}/step_90", "../step_90", {1})
         stop = StopAt(n)
 
-        def faulty(where: object, stop: StopAt = stop) -> Any:
-            return FaultyStorage(open_storage(str(where)), stop)
+        def faulty(where: object, stop: StopAt = stop, **options: Any) -> Any:
+            return FaultyStorage(open_storage(str(where), **options), stop)
 
         is_stopped = False
         with mock.patch.object(source_module, "open_storage", faulty):
