@@ -151,7 +151,7 @@ def copy_side_files(
 
 
 def _changed(data: bytes, left_out: Collection[str], dtypes: Mapping[str, str]) -> bytes | None:
-    """Return a ``config.json`` without some entries and with other dtypes; None if nothing changes, or if it is no JSON."""
+    """Return a ``config.json`` without some entries and with other dtypes; None if nothing changes, or for no JSON object."""
 
     def cast(value: Any) -> Any:
         if isinstance(value, dict):  # the dtype of each part of the model
@@ -160,7 +160,7 @@ def _changed(data: bytes, left_out: Collection[str], dtypes: Mapping[str, str]) 
 
     def changed(config: dict[str, Any]) -> dict[str, Any]:
         """Change the entries of a model's config, and of the configs of its parts. An entry such as a vocabulary stays."""
-        new = dict(config.items())
+        new = dict(config)
         for key, value in config.items():
             if key in ("torch_dtype", "dtype"):
                 new[key] = cast(value)
@@ -170,7 +170,9 @@ def _changed(data: bytes, left_out: Collection[str], dtypes: Mapping[str, str]) 
 
     try:
         found = json.loads(data)
+        if not isinstance(found, dict):
+            return None
         config = {key: value for key, value in changed(found).items() if key not in left_out}
-    except (ValueError, RecursionError, AttributeError):
+    except (ValueError, RecursionError):
         return None
     return None if config == found else (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
