@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
 from ..core.planning.interval import MAX_OVERHEAD, Goodput, LostShares
 from ..core.report import duration_text
-from .app import command, print_json, print_text
+from .app import command, print_json, print_note, print_text
 from .columns import Columns
 from .options import AsJson
 
@@ -69,6 +70,8 @@ def goodput(
         for what, other in report.alternatives.items()
     ]
     print_text(Columns(["with", ">goodput", ">a day"], changes))
+    if output is not None:
+        print_note(f"{output}: {os.path.getsize(output):,} bytes")
 
 
 def _row(tier: str, interval_s: float, lost: LostShares) -> list[str]:

@@ -45,15 +45,16 @@ def test_a_job_without_memory_saves_to_the_store_as_daly_says():
 
 
 def test_text_says_intervals_causes_and_what_would_change_them(tmp_path: Path):
-    shown = run("goodput", *ARGUMENTS, "--output", tmp_path / "lost.svg")
-    assert (shown.code, shown.err) == (0, "")
+    file = tmp_path / "lost.svg"
+    shown = run("goodput", *ARGUMENTS, "--output", file)
+    assert (shown.code, shown.err) == (0, f"{file}: {file.stat().st_size:,} bytes\n")
     first, memory, store, total, *rest = shown.out.splitlines()
     assert first.split() == ["tier", "save", "every", "saving", "steps", "again", "restoring", "lost"]
     assert memory.split()[0] == "memory"
     assert store.split()[0] == "store"
     assert f"{best_goodput(JOB).lost.total:.2%}" in total
     assert any(line.startswith("goodput ") for line in rest)
-    picture = (tmp_path / "lost.svg").read_text()
+    picture = file.read_text()
     assert "2,000 GB on 64 nodes" in picture
     assert "saves to memory" in picture
 
