@@ -74,6 +74,32 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
+def test_a_thread_whose_start_was_interrupted_copies_nothing_later(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    """The caller has given the save up, and its staging memory, which the next save may use by then."""
+    start, started = async_save._thread, list[threading.Thread]()
+
+    def interrupted(name: str, target: Callable[[], object]) -> threading.Thread:
+        started.append(start(name, target))
+        if name == "reshard-ckpt-stage":
+            raise KeyboardInterrupt
+        return started[-1]
+
+    model = Model()
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    with mock.patch.object(async_save, "_thread", interrupted), pytest.raises(KeyboardInterrupt):
+        checkpoint.async_save(tmp_path / "ckpt", state, staging="lazy")
+    copies: list[object] = []
+    monkeypatch.setattr(staging, "copy_run", lambda *args, **options: copies.append(args))
+    gate.set()
+    for thread in started:
+        thread.join()
+    assert [thread.name for thread in started] == ["reshard-ckpt-save", "reshard-ckpt-stage"]
+    assert copies == []
+    assert not (tmp_path / "ckpt" / "catalog.msgpack").exists()
+
+
 @pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("budget", [None, 1])
 @pytest.mark.parametrize("kind", ["eager", "lazy"])
