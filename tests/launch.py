@@ -1,7 +1,7 @@
 """Code on several ranks: real torchrun processes on gloo.
 
 `run_ranks(function, nproc, *args)` runs a module-level function on every rank and returns what each returned, in rank order.
-A test below ``@on_ranks(nproc)`` is itself such a function: prefer it where each rank can judge what it sees.
+A test below ``@on_ranks(nproc)`` is itself such a function: prefer it where each rank can assert on its own results.
 
 1. A warm server (`tests.fork_server`), one for each pytest process, has imported torch, or is a fork of one that has. It forks a
    launcher for each job, which imports the test's module.

@@ -51,7 +51,7 @@ def blank(state: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]:
 
 
 def is_right(found: dict[str, torch.Tensor]) -> bool:
-    """Whether the tensors are what was saved, each rank's own part."""
+    """Return whether this rank's part of each tensor has the saved values."""
     same = []
     for name, tensor in found.items():
         expected = whole(name)

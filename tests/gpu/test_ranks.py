@@ -86,7 +86,7 @@ def test_lazy_save_and_step_of_replicas_wait_for_nothing_and_copy_their_fingerpr
     optimizer.step()
     assert (simulated.host_waits(), bool(let_go())) == (0, True)
     handle.result(600)
-    # Six of twelve tensors, the numbers of steps in one or two packs, the fingerprints, and two looks at what is copied.
+    # Six of twelve tensors, the numbers of steps in one or two packs, the fingerprints, and two samples of the copied tensors.
     assert simulated.counters().d2h <= 11
     assert simulated.counters().pageable == 0
     read = checkpoint.read(tmp_path)

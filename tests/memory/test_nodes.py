@@ -75,7 +75,7 @@ def test_all_ranks_killed_and_a_node_lost(tmp_path: Path, shm: Path):
 def lose_nodes(root: str, folders: Sequence[str]) -> None:
     """For one copy and for two: save, leave without closing cleanly, lose as many nodes, and restore on the others.
 
-    With no copy, what was saved is left where it is.
+    Without a copy, a node keeps its own part.
     """
     rank = dist.get_rank()
     manager = Manager(f"{root}/0", memory=Memory(folder=f"{folders[rank]}/0", copies=0), persist_every=1000)

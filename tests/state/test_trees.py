@@ -208,7 +208,7 @@ UNFIT: dict[str, tuple[list[dict[str, Any]], dict[str, Any], type[Exception], st
         MismatchError, "x: saved as one value for all ranks, wanted as PerRank",
     ),
 }  # fmt: skip
-"""What each rank saved; what is loaded into, on as many ranks or on two; and the error."""
+"""Columns: the states that the ranks save; the states to load into, of as many ranks or of two; the error."""
 
 
 @pytest.mark.parametrize("what", UNFIT)

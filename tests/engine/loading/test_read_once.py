@@ -183,7 +183,7 @@ def test_damage_is_raised_on_every_rank_and_the_group_lives(tmp_path: Path) -> N
                 assert "no tensor was changed" in str(raised.value)
                 assert not into["w"].any()
             again = torch.zeros(3)
-            checkpoint.load(tmp_path / "whole", {"x": again}, read_once=True)  # the process group is none the worse for it
+            checkpoint.load(tmp_path / "whole", {"x": again}, read_once=True)  # the process group still works
             assert again.all()
 
 

@@ -130,7 +130,7 @@ def test_neither_collectives_nor_messages_grow_with_the_number_of_tensors(tmp_pa
     with counted_calls() as calls:
         dist.barrier()
     assert calls == ["barrier"]
-    _, few, many = (_number_of_calls(str(tmp_path), num) for num in (1, 2, 50))  # the first does what is done once in a process
+    _, few, many = (_number_of_calls(str(tmp_path), num) for num in (1, 2, 50))  # the first call fills the caches
     assert few == many
     for calls in few:
         assert 0 < len(calls) < 40
