@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..comm import Turn, open_turn
+from ..comm import Turn, interrupts_held, open_turn
 from ..core.report import LoadReport
 from ..engine.common.tensor_bytes import public_call
 from ..engine.loading.load import LoadOptions
@@ -149,7 +149,7 @@ class LiveReshard:
         MismatchError, PeerError
             As for `reshard_live`.
         """
-        with public_call():
+        with public_call(), interrupts_held():
             return self._job.move_again(self._turn())
 
 

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..comm import CHANGED, FAILED, Comm, Turn, merge_of_all, union
+from ..comm import CHANGED, FAILED, Comm, Turn, interrupts_allowed, interrupts_held, merge_of_all, union
 from ..comm.exchange import HOST, Exchange, group_of, node_name, open_exchange
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport, summarize
@@ -131,6 +131,7 @@ class Job:
         self._turn: Turn | None = None
         """The last turn in which all ranks met."""
 
+    @interrupts_held()
     def begin(self, comm: Comm) -> Job:
         """Open both states, let all ranks vote, and plan.
 
@@ -202,6 +203,7 @@ class Job:
         self._addresses = opened.addresses()
         self._first = opened
 
+    @interrupts_held()
     def reshard_once(self, comm: Comm) -> LoadReport:
         """Move the state once: by the plan of the last call in this process group if it fits on all ranks, else by a new plan.
 
@@ -281,6 +283,7 @@ class Job:
         """By name of a `PerRank` value, the ranks whose own value is lost: no rank of the source has it."""
         return self._values.lost
 
+    @interrupts_held()
     def move_opened(self, comm: Comm) -> LoadReport:
         """Move the state that was just opened, by `begin` or by a kept plan. Collective: `_compare`, then the exchange."""
         opened, self._first = self._first, None
@@ -298,12 +301,12 @@ class Job:
         they share values and start over, or `settle` raises the failure on all ranks. If a rank fails in the exchanges, all open
         a session for `settle` too.
         """
-        self._first = None
         running = [exchange for exchange in self.exchanges if exchange is not None]
-        if not running or self._options.compares:
-            with turn.opened() as comm:
-                return self._again_in(comm)
         try:
+            self._first = None
+            if not running or self._options.compares:
+                with interrupts_allowed(), turn.opened() as comm:
+                    return self._again_in(comm)
             move, has_changed = self._opened_as_known()
             flags = turn.meet(CHANGED if has_changed else 0 if move.failure is None else FAILED, self._turn)
             self._turn = turn
@@ -311,18 +314,18 @@ class Job:
                 for exchange in running:
                     exchange.look = turn.look
                 self._exchange_all(move)
+            if move.is_complete:
+                return self._report(move)
+            with turn.opened() as comm:
+                if flags & CHANGED:
+                    return self._again_in(comm)
+                settle(comm, move.failure, move.changed, named_error)
         except BaseException as error:
             turn.give_up(error)
             raise
         finally:
             for exchange in running:
                 exchange.look = None
-        if move.is_complete:
-            return self._report(move)
-        with turn.opened() as comm:
-            if flags & CHANGED:
-                return self._again_in(comm)
-            settle(comm, move.failure, move.changed, named_error)
         raise AssertionError("settle raises where a rank has failed")
 
     def _opened_as_known(self) -> tuple[Move, bool]:
@@ -332,14 +335,16 @@ class Job:
         """
         opened, failure, has_changed = None, None, False
         try:
-            captured = self._states.capture()
-            has_changed = self._values.have_changed(captured.values)
-            if not has_changed:
-                opened = self._rebound(captured)
+            with interrupts_allowed():
+                captured = self._states.capture()
+                has_changed = self._values.have_changed(captured.values)
+                if not has_changed:
+                    opened = self._rebound(captured)
         except BaseException as error:
             failure = error
         return Move(self, opened, failure), has_changed
 
+    @interrupts_held()
     def _again_in(self, comm: Comm) -> LoadReport:
         """Share the values of all ranks in a session that is open; then move the present content of the state. Collective."""
         captured = self._states.capture()

@@ -1,6 +1,7 @@
 """Messages between the ranks of a job: sessions, turns, and exchanges of bytes."""
 
 from .exchange import Exchange, open_exchange
+from .interrupts import interrupts_allowed, interrupts_held
 from .protocol import ALONE, Comm, SoloComm, merge_of_all, union, value_of_first
 from .sessions import launched_group, open_session, open_session_by_name, open_turn, shared_store, values_of_all
 from .store import StoreComm, give_up_sessions
@@ -16,6 +17,8 @@ __all__ = [
     "StoreComm",
     "Turn",
     "give_up_sessions",
+    "interrupts_allowed",
+    "interrupts_held",
     "launched_group",
     "merge_of_all",
     "open_exchange",

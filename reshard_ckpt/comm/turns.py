@@ -16,6 +16,7 @@ from torch.distributed import DistError
 
 from ..errors import PeerError
 from .calls import did_not_arrive
+from .interrupts import interrupt_waits
 from .node import NodeComm
 from .payloads import KeyValueStore
 from .protocol import Comm
@@ -76,6 +77,8 @@ class Meeting(NodeComm):
         return [rank for rank in range(self.size) if rank not in here]
 
     def _miss_ended(self, look: Callable[[], None]) -> bool:
+        if interrupt_waits():
+            self._miss([self.rank], f"rank {self.rank} was interrupted")
         if self._may_look():
             look()
             if ended := sorted(self._ended() & {*self._missing()}):

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ...comm import Exchange
+from ...comm import Exchange, interrupts_allowed
 from ...comm.protocol import Comm, merge_of_all, union
 from ...comm.shared_memory import SharedMemory, share_memory
 from ...core.geometry.columns import ColumnTable, Table, columns_of
@@ -187,7 +187,8 @@ class Rounds:
         """
         if self.failure is None:
             try:
-                work()
+                with interrupts_allowed():
+                    work()
             except BaseException as error:
                 self.failure = error
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...comm import Exchange
+from ...comm import Exchange, interrupts_allowed, interrupts_held
 from ...comm.protocol import Comm
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import row_major_strides
@@ -64,6 +64,7 @@ def pays_off(storage: Storage, catalog: Catalog) -> bool:
     return is_slow and sum(file.size for file in catalog.files) > SMALL_BYTES
 
 
+@interrupts_held()
 def execute_once(
     comm: Comm, open_exchange: Callable[[Sequence[int]], Exchange], task: ReadTask, report: OnProgress = silent
 ) -> int:
@@ -102,7 +103,8 @@ def execute_once(
     # came[r]: bytes of this rank's reads that it need not make, because messages of round r bring their items
     came = np.bincount(messages.round[given[given >= 0]], weights=wants.read[given >= 0], minlength=messages.num_rounds)
     came = came.astype(np.int64).tolist()
-    windows = _SharedWindows(exchange, reader, tally, served, owned.tolist(), items, taken, asked, came)
+    with interrupts_allowed():
+        windows = _SharedWindows(exchange, reader, tally, served, owned.tolist(), items, taken, asked, came)
     comm.gather(b"")  # a rank that failed above stops all here: from now on each rank must enter the same collectives
     rounds = Rounds(exchange, windows)
 
