@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..core.catalog.packed import BITS
@@ -85,7 +86,7 @@ class Table:
             self._begin_anew()
         now = {_memory_key(memory): _version(memory) for memory in (self.parameter, self.memory, *state)}
         is_unknown = any(self._versions.get(key) != version for key, version in now.items())
-        self._versions |= now
+        self._versions = {key: version for key, version in self._versions.items() if not key[0].expired()} | now
         return is_unknown
 
     def state_in(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -432,8 +433,11 @@ class TouchedRows:
 
 
 def _memory_key(memory: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for tensor objects of the same shape over the same memory."""
-    return memory.untyped_storage()._cdata, memory.storage_offset(), tuple(memory.shape)
+    """Return a key that is equal for tensor objects of the same shape over the same memory.
+
+    It does not keep the memory alive. While the key lives, no other memory has an equal one.
+    """
+    return StorageWeakRef(memory.untyped_storage()), memory.storage_offset(), tuple(memory.shape)  # type: ignore[no-untyped-call]
 
 
 def _version(memory: torch.Tensor) -> int:

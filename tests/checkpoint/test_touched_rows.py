@@ -265,6 +265,20 @@ def test_changes_of_optimizer_state_between_steps_are_written(tmp_path: Path):
             assert_holds(tmp_path / str(n), job.values())
 
 
+def test_memory_at_the_address_of_freed_memory_is_written(tmp_path: Path):
+    job = Job("adagrad")
+    tracker = TouchedRows(job.model)
+    job.step([5])
+    checkpoint.save(tmp_path / "0", job.state, rows=tracker)
+    first = job.table.untyped_storage()._cdata
+    for _ in range(20):  # an assignment to `.data` leaves the version as it is
+        job.table.data = torch.rand_like(job.table)
+        if job.table.untyped_storage()._cdata == first:
+            break
+    checkpoint.save(tmp_path / "1", job.state, base=tmp_path / "0", rows=tracker)
+    assert_holds(tmp_path / "1", job.values())
+
+
 def test_tables_that_trade_names_are_written(tmp_path: Path):
     """Rows of a base belong to the table that had the name then."""
     tables = [nn.Embedding(ROWS, DIM) for _ in range(3)]
