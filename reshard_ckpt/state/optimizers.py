@@ -198,12 +198,14 @@ class OptimizersTarget:
         for view in self._views:
             if view.flat is not None:
                 view.flat.give_back()
+        # given: by the id of each tensor among the hyperparameters, the value that it got
+        given: dict[int, torch.Tensor] = {}
         for view, group, selection in self._selections:
-            _set_hyperparameters(group, selection.hyperparameters)
+            _set_hyperparameters(group, selection.hyperparameters, given)
             members = {id(param) for param in group["params"]}
             for follower in view.followers:
                 if any(id(param) in members for param in follower["params"]):
-                    _set_hyperparameters(follower, selection.hyperparameters)
+                    _set_hyperparameters(follower, selection.hyperparameters, given)
 
     def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         state, param, owner = plan.slot.state, plan.slot.key, plan.slot.owner
@@ -231,11 +233,15 @@ class OptimizersTarget:
             entry.update(map_tree(lambda _, node: node.to(device) if isinstance(node, torch.Tensor) else node, found))
 
 
-def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any], given: dict[int, torch.Tensor]) -> None:
     for key, value in saved.items():
         present = group.get(key)
         if isinstance(present, torch.Tensor):  # a captured graph may hold on to it
-            present.copy_(torch.as_tensor(value))
+            loaded = torch.as_tensor(value, dtype=present.dtype, device="cpu")
+            # Groups made with one default share its tensor. A group whose saved value is another one gets a tensor of its own.
+            if not torch.equal(given.setdefault(id(present), loaded), loaded):
+                present = group[key] = present.clone()
+            present.data.copy_(loaded)  # it may require a gradient
         elif isinstance(value, torch.Tensor) and isinstance(present, float | int):
             group[key] = value.item()
         else:

@@ -175,6 +175,17 @@ def test_a_learning_rate_that_is_a_tensor_is_set_in_place():
     assert isinstance(plain.param_groups[0]["lr"], float)
 
 
+def test_groups_that_share_a_tensor_get_their_own_learning_rates():
+    model = net()
+    groups = [{"params": list(model[i].parameters())} for i in (0, 2)]
+    saved = saved_of(model, torch.optim.AdamW([{**group, "lr": lr} for group, lr in zip(groups, (0.25, 0.5), strict=True)]))
+    for rate in (torch.tensor(9.0), torch.tensor(9.0, requires_grad=True)):
+        fresh = torch.optim.AdamW([dict(group) for group in groups], lr=rate, foreach=False)  # both groups hold the tensor
+        load(saved, {"model": model, "optimizer": fresh})
+        assert [group["lr"].item() for group in fresh.param_groups] == [0.25, 0.5]
+        assert fresh.param_groups[0]["lr"] is rate
+
+
 def test_frozen_and_not_yet_stepped_parameters_have_no_state_before_and_after():
     model = net()
     model[0].weight.requires_grad_(False)
