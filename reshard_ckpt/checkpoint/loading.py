@@ -308,12 +308,13 @@ def wanted_names(target: Target) -> tuple[str, ...]:
 def without_ignored(target: Target, saved: Catalog, ignore: Sequence[str]) -> tuple[Target, Catalog, tuple[str, ...]]:
     """Remove the names that match `ignore` from a target and a catalog. Return both, and all names that they had before.
 
-    The `finish` of the new target reports the ignored tensors as not loaded. If `ignore` is empty, no names are returned.
+    The `finish` of the new target skips the ignored tensors. If `ignore` is empty, no names are returned.
     """
     if not ignore:
         return target, saved, ()
-    names = (*wanted_names(target), *saved.names, *saved.value_names)
-    ignored = {e.spec.name: None for e in target.tensors if matches(e.spec.name, ignore)}
+    names = (*wanted_names(target), *target.removed, *saved.names, *saved.value_names)
+    of_tensors = (*[spec.name for spec, _ in target.tensors], *target.removed)
+    ignored = {name: None for name in of_tensors if matches(name, ignore)}
     kept = replace(
         target,
         tensors=tuple(e for e in target.tensors if e.spec.name not in ignored),

@@ -86,6 +86,9 @@ class Target:
     dtensors
         The wanted DTensors, with their names. A load writes into the local tensor of a DTensor; the DTensor has a version counter
         of its own, which `count_up` raises.
+    removed
+        Names of optimizer state that the load takes out, unless `finish` is told to skip one: the checkpoint knows the parameter,
+        and has no state of it.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -97,6 +100,7 @@ class Target:
     mesh: Mesh | None = None
     hints: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda values: ()
     dtensors: tuple[tuple[str, torch.Tensor], ...] = ()
+    removed: tuple[str, ...] = ()
 
     def count_up(self, written: Iterable[str]) -> None:
         """Raise the version counters of DTensors whose local tensors a load has written; `written` are names of tensors.
@@ -338,6 +342,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     wanted: list[Entry] = []
     parts: list[ValueTarget] = []
     unplaced: list[str] = []
+    removed: list[str] = []
     with torch.no_grad():  # as for saving
         for row in rows_of(opened.trees):
             if row.kind is Kind.TENSOR:
@@ -349,6 +354,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
                 target = OptimizersTarget(row.name, row.value, catalog)
                 parts.append(target)
                 unplaced += target.unplaced
+                removed += target.removed
                 wanted += target.rows
         find_memory(wanted, writes=True)
         out.add(wanted)
@@ -368,6 +374,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         mesh,
         opened.hints,
         tuple([(row.name, row.value) for row in wanted if type(row.value) in dtensors]),
+        tuple(removed),
     )
 
 

@@ -78,6 +78,8 @@ class OptimizersTarget:
         The names of values that the checkpoint must have.
     unplaced
         By name, the saved tensors whose place on this rank is unknown, each with the reason.
+    removed
+        The names of state that the load takes out, because the checkpoint has no state of its parameter.
     """
 
     def __init__(self, name: str, views: Sequence[OptimizerView], catalog: Catalog) -> None:
@@ -86,6 +88,7 @@ class OptimizersTarget:
         self._beside = [key for view in views for key in view.beside]
         self._catalog, self._saved = catalog, catalog.indices
         self.unplaced: dict[str, str] = {}
+        self.removed: list[str] = []
         saved = saved_keys(name, catalog)
         self._plans = [self._plan(slot, saved) for view in views for slot in view.slots]
         self._selections: list[tuple[OptimizerView, dict[str, Any], Selection]] = []
@@ -102,6 +105,8 @@ class OptimizersTarget:
         for fqn in fqns:
             for key, full in saved[fqn].items():
                 names[key] = (*names[key], full) if key in names else (full,)
+        if not fqns:
+            self.removed += [StateLink(self.name, fqn, key).name for fqn in owner.fqns for key in existing]
         lacking = [key for key in existing if key not in names] if fqns else []
         for key in lacking:  # other state of the optimizer is wanted too, so that its absence is found and named
             names[key] = (StateLink(self.name, fqns[0], key).name,)
@@ -210,20 +215,18 @@ class OptimizersTarget:
     def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         state, param, owner = plan.slot.state, plan.slot.key, plan.slot.owner
         if not plan.tensors and not plan.values:
-            if param in state and any(fqn in self._groups for fqn in owner.fqns):
+            names = {StateLink(self.name, fqn, key).name for fqn in owner.fqns for key in state.get(param, {})}
+            if param in state and any(fqn in self._groups for fqn in owner.fqns) and names.isdisjoint(skipped):
                 del state[param]  # the checkpoint knows the parameter, and that it had no state yet
             return
         if not plan.new and not plan.values:
             return  # all of it was loaded in place
-        lost = any(w.name in skipped for key in plan.new for w in plan.tensors[key])
+        # The names of a tied parameter stand for one tensor: it is loaded if one of them is.
+        lost = {key for key in plan.new if all(w.name in skipped for w in plan.tensors[key])}
         if lost and param not in state:
             return  # half a state is worse than none: the optimizer will make its own
         # In the order of the names: programs run collectives over a state's entries, and ranks hash differently.
-        entries = {
-            key: wanted[0].value
-            for key, wanted in plan.tensors.items()
-            if key in plan.new and not any(w.name in skipped for w in wanted)
-        }
+        entries = {key: wanted[0].value for key, wanted in plan.tensors.items() if key in plan.new - lost}
         found = {key: values[name] for key, names in plan.values.items() for name in names[:1] if name in values}
         if entries or found or param in state:
             device = None if owner.param is None else owner.param.device
