@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from glob import escape
 from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..checkpoint.loading import load_target, target_of
+from ..checkpoint.loading import Prepare, load_target, target_of
+from ..comm import Comm
 from ..core.catalog.model import Catalog
+from ..core.catalog.problems import not_saved
+from ..core.catalog.specs import ValueKind
 from ..core.report import LoadReport, few, summarize
 from ..core.trees import children_of_dict, flatten, name_of
 from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
+from ..state.capture import Target
 from ..state.targets import Prefixes
 from .arguments import Path, group_of, load_path, named_path, share_errors
 from .metadata import FORMATS_AS_SAVED
@@ -74,21 +80,49 @@ def load(
         return path, partial, state, loading_form(state)
 
     path, partial, state, form = share_errors("load", named_path(checkpoint_id, storage_reader), group, make)
-    # DCP copies into a tensor of any dtype, so another dtype is a warning here.
-    options = LoadOptions(strict=not partial, cast=True)
+    empty = [name_of(at) for at, leaf in flatten(form, children_of_dict) if at and isinstance(leaf, Mapping)]
+    # DCP copies into a tensor of any dtype, so another dtype is a warning here. Its folders have no entry for an empty dict, so
+    # one in the state dict may be missing. `allow_partial_load` passes over missing names alone, as with DCP.
+    options = LoadOptions(cast=True, allow_missing=partial or [*map(escape, empty)], offered=())
     try:
         report, saved = load_target(
-            path, target_of(form, adds=False), options, only_wanted=True, formats=FORMATS_AS_SAVED, process_group=group
+            path, _target_of(form), options, only_wanted=True, formats=FORMATS_AS_SAVED, process_group=group
         )
     except MismatchError as error:
         raise _with_dcp_wording(error).with_traceback(error.__traceback__) from error.__cause__
-    _warn(path, form, report, saved)
+    _warn(path, empty, report, saved)
     for key, value in state.items():
         loaded = restore(value, form[key])
         if isinstance(state_dict[key], Stateful):
             state_dict[key].load_state_dict(loaded)
         else:
             state_dict[key] = loaded
+
+
+def _target_of(form: Mapping[str, Any]) -> Prepare:
+    """Return a `Prepare` function as `target_of` does, which also wants the keys of dicts in lists: DCP names each of these."""
+    lists = {name_of(at): leaf for at, leaf in flatten(form, children_of_dict) if type(leaf) is list}
+
+    def prepare(saved: Catalog, comm: Comm) -> Target:
+        target = target_of(form, adds=False)(saved, comm)
+        plain = [one.name for one in saved.values_table if one.kind is ValueKind.PLAIN and one.name in lists]
+
+        def check(values: Mapping[str, Any]) -> list[str]:
+            return [*target.check(values), *(line for name in plain for line in _lacking(name, lists[name], values[name]))]
+
+        return replace(target, check=check)
+
+    return prepare
+
+
+def _lacking(name: str, wanted: Any, saved: Any) -> Iterator[str]:
+    """Yield a problem for each key of a dict in `wanted` that the dict in its place in `saved` lacks."""
+    if isinstance(wanted, Mapping) and isinstance(saved, Mapping):
+        for key, child in wanted.items():
+            yield from _lacking(f"{name}.{key}", child, saved[key]) if key in saved else [not_saved(f"{name}.{key}")]
+    elif type(wanted) is type(saved) is list and len(wanted) == len(saved):
+        for i, (child, other) in enumerate(zip(wanted, saved, strict=True)):
+            yield from _lacking(f"{name}.{i}", child, other)
 
 
 def _with_dcp_wording(error: MismatchError) -> MismatchError:
@@ -99,18 +133,20 @@ def _with_dcp_wording(error: MismatchError) -> MismatchError:
     phrases = [phrase for ours, phrase in _DCP_WORDING.items() if any(ours in line for line in error.problems)]
     if not phrases:
         return error
-    advice = "pass planner=DefaultLoadPlanner(allow_partial_load=True) to load the rest"
+    advice = "change the state dict to what the checkpoint has"
+    if all(_MISSING in line for line in error.problems):
+        advice = "pass planner=DefaultLoadPlanner(allow_partial_load=True) to load the rest"
     return MismatchError(f"{rank_prefix(error)}{', '.join(phrases)}: {summarize(error.problems, advice)}", error.problems)
 
 
-_DCP_WORDING = {": not in the checkpoint": "Missing key in checkpoint", ": saved with global shape": "Size mismatch"}
+_MISSING = ": not in the checkpoint"
+_DCP_WORDING = {_MISSING: "Missing key in checkpoint", ": saved with global shape": "Size mismatch"}
 
 
-def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalog) -> None:
+def _warn(path: Path, empty: Sequence[str], report: LoadReport, saved: Catalog) -> None:
     """Warn of tensors converted to another dtype, and of empty dicts below which the checkpoint has entries; DCP does not."""
     if report.converted:
         warnings.warn(f"{path}: converted to the dtype of the state dict: {few(report.converted, 3, '; ')}", stacklevel=3)
-    empty = [name_of(at) for at, leaf in flatten(form, children_of_dict) if at and isinstance(leaf, Mapping)]
     if not empty:
         return
     prefixes = Prefixes((*saved.names, *saved.value_names))

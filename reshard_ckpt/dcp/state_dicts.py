@@ -106,7 +106,8 @@ def restore(value: Any, form: Any) -> Any:
             new = flattened(value, form)
             changes = {key: new[key] if key.startswith(f"{GROUPS}.") else restore(value[key], new[key]) for key in new}
         else:
-            changes = {key: restore(value[key], form[key]) for key in value}
+            # A dict in a list of the checkpoint may lack keys, with ``allow_partial_load``: they keep their values.
+            changes = {key: restore(value[key], form[key]) for key in value if key in form}
         for key, child in changes.items():
             if value[key] is not child:
                 value[key] = child  # type: ignore[index]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import reshard_ckpt.dcp as dcp
 from reshard_ckpt import checkpoint
 from reshard_ckpt.dcp import torch_calls
-from reshard_ckpt.errors import CheckpointNotFound, MismatchError, StorageError, UnsupportedError, UsageError
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, MismatchError, StorageError, UnsupportedError, UsageError
 from reshard_ckpt.storage.local import LocalWriter
 
 
@@ -138,11 +138,11 @@ def test_what_is_not_asked_for_is_passed_over_and_nothing_is_added(tmp_path: Pat
     "wanted",
     [
         *({"a": {"z": 0}}, {"a": {"x": 0}, "c": torch.zeros(2)}, {"b": torch.zeros(4)}, {"b": 3}, {"a": torch.zeros(1)}),
-        *({"a": None}, {"a": []}),
+        *({"a": None}, {"a": []}, {"l": [{"z": 0}]}),
     ],
 )
 def test_what_is_missing_or_of_another_shape_changes_nothing(tmp_path: Path, wanted: dict[str, Any]):
-    dcp.save({"a": {"x": 1}, "b": torch.ones(3)}, checkpoint_id=tmp_path)
+    dcp.save({"a": {"x": 1}, "b": torch.ones(3), "l": [{"x": 1}]}, checkpoint_id=tmp_path)
     kept = torch.zeros(3)
     with pytest.raises(MismatchError):
         dcp.load({**wanted, "b": wanted.get("b", kept)}, checkpoint_id=tmp_path)
@@ -150,12 +150,36 @@ def test_what_is_missing_or_of_another_shape_changes_nothing(tmp_path: Path, wan
 
 
 def test_partial_load_of_a_default_planner_leaves_what_is_missing(tmp_path: Path):
-    dcp.save({"a": {"x": 1}, "b": torch.ones(3)}, checkpoint_id=tmp_path)
-    target = {"a": {"x": 0, "new": 5}, "b": torch.zeros(3), "c": torch.full((2,), 9.0)}
+    dcp.save({"a": {"x": 1}, "b": torch.ones(3), "l": [{"x": 1}]}, checkpoint_id=tmp_path)
+    target = {"a": {"x": 0, "new": 5}, "b": torch.zeros(3), "c": torch.full((2,), 9.0), "l": [{"x": 0, "new": 5}]}
     dcp.load(target, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    assert target["a"] == {"x": 1, "new": 5}
+    assert (target["a"], target["l"]) == ({"x": 1, "new": 5}, [{"x": 1, "new": 5}])
     assert torch.equal(target["b"], torch.ones(3))
     assert torch.equal(target["c"], torch.full((2,), 9.0))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"b": torch.zeros(4)}, r"Size mismatch: b: saved with global shape \(3,\), wanted \(4,\); change the state dict"),
+        ({"b": 3}, "b: saved as a tensor, wanted as a value"),
+        ({"a": {"x": torch.zeros(1)}}, "a.x: saved as a value, wanted as a tensor"),
+        ({"odd": 0}, "odd is a value that cannot be read without executing code"),
+    ],
+)
+def test_partial_load_passes_over_nothing_that_the_checkpoint_has(tmp_path: Path, wanted: dict[str, Any], message: str):
+    torch_dcp.save({"a": {"x": 1}, "b": torch.ones(3), "c": torch.ones(2), "odd": collections.deque([1])}, checkpoint_id=tmp_path)
+    target = {**wanted, "c": torch.zeros(2)}
+    with pytest.raises(CheckpointError, match=message):
+        dcp.load(target, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    assert not target["c"].any()
+
+
+def test_empty_dicts_load_from_the_folders_of_torch_which_have_no_entry_for_them(tmp_path: Path):
+    torch_dcp.save({"a": 1, "e": {}, "o": {"state": {}, "lr": 0.5}}, checkpoint_id=tmp_path)
+    target = {"a": 0, "e": {}, "o": {"state": {}, "lr": 0.0}}
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert target == {"a": 1, "e": {}, "o": {"state": {}, "lr": 0.5}}
 
 
 def test_another_dtype_is_converted_as_torch_does_and_said(tmp_path: Path):

@@ -231,11 +231,18 @@ def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[tuple[str, ..
 
 
 def missing_values(catalog: Catalog, names: Iterable[str]) -> list[Problem]:
-    """Return a problem for each of these value names that the checkpoint lacks."""
+    """Return a problem for each of these value names that the checkpoint lacks, or has as a tensor."""
     saved = set(catalog.value_names)
     absent = [name for name in names if name not in saved]
-    blobs = set(catalog.tensors_table.names) if absent else set()
-    return [Problem(name, _OPAQUE) if opaque_name(name) in blobs else not_saved(name) for name in absent]
+    tensors = set(catalog.tensors_table.names) if absent else set()
+    return [
+        Problem(name, _OPAQUE)
+        if opaque_name(name) in tensors
+        else Problem(name, "saved as a tensor, wanted as a value; pass a tensor under this key")
+        if name in tensors
+        else not_saved(name)
+        for name in absent
+    ]
 
 
 def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[Problem]:
