@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..comm import CHANGED, FAILED, Comm, Turn, interrupts_allowed, interrupts_held, merge_of_all, union
+from ..comm import CHANGED, FAILED, Comm, Turn, interrupts_allowed, interrupts_held, merge_of_all
 from ..comm.exchange import HOST, Exchange, group_of, node_name, open_exchange
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport, summarize
@@ -139,7 +139,7 @@ class Job:
 
         1. `open_live`: make a catalog of the pieces of all ranks.
         2. `LiveValues.share`: give every rank the values of all ranks.
-        3. `_vote`: gather the wanted prefixes, then let rank 0 judge whether every rank can load.
+        3. `_vote`: let rank 0 judge whether every rank can load.
         4. `plan_moves`: gather the wanted rows, and plan the rounds.
         5. `open_exchange`: make the groups for messages, one for each device that any rank needs.
         """
@@ -422,13 +422,9 @@ class Job:
         return Spares(opened.wanted, staged if self._options.staged else tied, may_lack=self._options.load.may_lack)
 
     def _vote(self, comm: Comm, opened: Opened, resolved: Resolved) -> VoteResult:
-        """Let all ranks vote on whether the load can go on; raise on all of them if it cannot.
-
-        Collective: a gather and a broadcast of the prefixes, then a gather and a broadcast in `vote`.
-        """
+        """Let all ranks vote on whether the load can go on; raise on all of them if it cannot. Collective, as `vote`."""
         target, saved = opened.target, opened.saved
-        prefixes = merge_of_all(comm, target.prefixes, union)  # rank 0 judges unexpected names for all, and may want none itself
-        wanted = Wanted(prefixes, opened.names, opened.unfit, target.unplaced)
+        wanted = Wanted(target.prefixes, opened.names, opened.unfit, target.unplaced)
         return vote(comm, saved, resolved, wanted, self._options.load, hints=target.hints(opened.values))
 
     def _move(self, comm: Comm, opened: Opened | None, failure: BaseException | None) -> LoadReport:

@@ -25,7 +25,7 @@ from ..comm.wire import name_ranks
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import GROUPS, STATE, bare, optimizer_of, state_name
 from ..core.catalog.param_groups import groups_beyond
-from ..core.catalog.problems import COMBINE, Problem
+from ..core.catalog.problems import COMBINE, ELSEWHERE, Problem
 from ..core.catalog.specs import ValueKind
 from ..core.planning.lost import lost_parts
 from ..core.report import LoadReport, few, summarize
@@ -336,8 +336,8 @@ class Recovery:
             # A value of each rank that was saved by another number of ranks, or under other numbers, has no rank here.
             elsewhere = {problem.name for problem in problems if problem.cure == COMBINE}.intersection(per_rank)
             self._kept_values = [_kept(name, comm.rank) for name in per_rank if name in own or name in elsewhere]
-            # A checkpoint of an older step may lack hyperparameters, which the survivors have.
-            lacks = () if is_exact else ("allow_missing",)
+            # Survivors have the values that this rank passes over. An older checkpoint may lack some that they have.
+            lacks = (ELSEWHERE,) if is_exact else (ELSEWHERE, "allow_missing")
             return [problem for problem in problems if problem.name not in elsewhere and problem.cure not in lacks]
 
         return replace(

@@ -139,6 +139,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path):
     fails(load, raises, own, "no state today")
     refuses = {"extra": Refuses(saving=False, loading=rank == 1), "model": {"w": torch.zeros(4, 4)}}
     fails(load, refuses, MismatchError, "extra", "no thanks")
+    fails(load, {"model": {}} if rank == 2 else {}, MismatchError, "model.w: in the checkpoint, but not in the state passed")
     differ = {"model": {"w": torch.arange(4.0) + (rank == 2), "same": torch.ones(3)}}
     fails(save, differ, LayoutError, "model.w: ranks 0 and 2", "PerRank", "LocalShard", "distinct names")
     fails(save, {"extra": {"seed": rank, "same": 1}}, LayoutError, "extra.seed: rank 0 has 0, rank 1 has 1", "PerRank")

@@ -127,9 +127,11 @@ def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
     )
     assert max(map(len, left[:3])) - min(map(len, left[:3])) <= 1
     with pytest.raises(
-        MismatchError, match=r"extra.counts.3: in the checkpoint, but every rank passes None or an empty list above"
+        MismatchError, match=r"extra.counts.3: in the checkpoint, but every rank passes None, an empty list or no key above"
     ):
         checkpoint.load(path, {"extra": {"counts": None}})
+    with pytest.raises(MismatchError, match="extra.counts.3: in the checkpoint, but every rank passes None"):
+        checkpoint.load(path, {} if rank == 1 else {"extra": {"counts": None}})  # whoever lacks the key takes nothing
     on_others: dict[str, Any] = {"counts": None if rank == 1 else {}}
     checkpoint.load(path, {"extra": on_others})
     assert on_others["counts"] == (None if rank == 1 else {3: "three", (1, 2): "pair"})

@@ -17,7 +17,7 @@ No other module divides such a name by looking at it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ _ROUNDS = 8
 _BETWEEN = f".{STATE}."
 
 
-def is_below(name: str, prefixes: Sequence[str]) -> bool:
+def is_below(name: str, prefixes: Collection[str]) -> bool:
     """Tell whether a dotted name equals one of the prefixes, or lies below one.
 
     >>> is_below("model.w", ["model"]), is_below("models.w", ["model"])

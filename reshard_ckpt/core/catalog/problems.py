@@ -57,7 +57,7 @@ ELSEWHERE = "elsewhere"
 
 def elsewhere(name: str) -> Problem:
     """Return the problem of a saved value above which the state of this rank has None or an empty list."""
-    what = "in the checkpoint, but every rank passes None or an empty list above it; pass {} there, or a Value or PerRank"
+    what = "in the checkpoint, but every rank passes None, an empty list or no key above it; pass {} there, or a Value or PerRank"
     return Problem(name, what, ELSEWHERE)
 
 

@@ -2,7 +2,7 @@
 
 1. Gather: each rank sends its problems, one line of text for each, by kind, and the saved tensors that it wants.
 2. Rank 0 merges the lines, adds a line for each saved tensor that no rank wants, and suggests known names for missing ones. It
-   drops the line of a value that a rank passes over, unless all ranks pass it over.
+   drops the line of a value that a rank passes over if another rank takes it.
 3. Broadcast: rank 0 sends the merged lines. Every rank decides by them, and by its own ``strict``.
 """
 
@@ -48,7 +48,7 @@ class Wanted(NamedTuple):
     Attributes
     ----------
     prefixes
-        Names of the state's parts. A saved tensor at or below one of them that no rank wants is unexpected.
+        Names of the state's parts. A saved tensor at or below one of any rank that no rank wants is unexpected.
     names
         All names that a pattern of the options may match: the names that this rank wants, and names ignored in the state or in
         the checkpoint.
@@ -92,6 +92,7 @@ def vote(
     problems = {**resolved.problems, "values": values, "kept": (*resolved.kept, *kept)}
     own_vote = {
         "problems": {kind: [Problem.of(line).fields for line in lines] for kind, lines in problems.items() if lines},
+        "prefixes": list(wanted.prefixes),
         "named": sorted(named),
         "refused": sorted(resolved.refused),
         "has_ties": bool(resolved.ties),
@@ -104,7 +105,7 @@ def vote(
             others = [rank for rank, of_rank in enumerate(votes) if of_rank["options"][option] != own]
             if others:
                 raise UsageError(f"{option} is {own} on rank 0, {not own} on {name_ranks(others)}: pass the same on every rank")
-        return _merge(catalog, votes, wanted.prefixes)
+        return _merge(catalog, votes)
 
     result = merge_of_all(comm, own_vote, merge)
     found = {kind: [Problem(*each) for each in each_of] for kind, each_of in result["problems"].items() if each_of}
@@ -179,7 +180,7 @@ def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
     return [f"the checkpoint has nothing under {under}, and its top-level keys are {keys}, which rename= can map"]
 
 
-def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> dict[str, Any]:
+def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the votes of all ranks, in order of rank, into the result that rank 0 broadcasts."""
     votes = list({id(vote): vote for vote in votes}.values())  # ranks that want the same have one vote
     problems = {}
@@ -188,7 +189,11 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
         problems[kind] = tuple(dict.fromkeys(tuple(each) for vote in votes for each in vote["problems"].get(kind, ())))
     if problems["values"]:
         problems["values"] = _unless_taken(problems["values"], votes)
-    named: set[int] = set().union(*(vote["named"] for vote in votes))
+    named: set[int] = set()
+    prefixes: set[str] = set()
+    for vote in votes:
+        named.update(vote["named"])
+        prefixes.update(vote["prefixes"])
     table = catalog.tensors_table
     problems["unexpected"] = tuple(
         Problem(name, "in the checkpoint, but not in the state passed", "ignore").fields
@@ -210,9 +215,13 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
 
 
 def _unless_taken(problems: Sequence[tuple[str, ...]], votes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    """Drop the problems with values that a rank passes over for others, unless all ranks pass them over."""
-    of_ranks = [{*map(tuple, vote["problems"].get("values", ()))} for vote in votes]
-    return tuple(each for each in problems if each[2] != ELSEWHERE or all(each in of_rank for of_rank in of_ranks))
+    """Drop the problems with values that a rank passes over for others, if another rank that passes their key takes them."""
+    of_ranks = [({*map(tuple, vote["problems"].get("values", ()))}, vote["prefixes"]) for vote in votes]
+    return tuple(
+        each
+        for each in problems
+        if each[2] != ELSEWHERE or all(each in lines or not is_below(each[0], prefixes) for lines, prefixes in of_ranks)
+    )
 
 
 def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[tuple[str, ...]]], named: set[int]) -> list[tuple[str, str]]:
