@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, Literal, NamedTuple
 
 from ..core.catalog.names import GROUPS, STATE, unwrapped
-from ..core.catalog.param_groups import comparable, hyperparameters, named_group
+from ..core.catalog.param_groups import are_groups, comparable, hyperparameters, named_group
 
 Form = Literal["by number", "by FQN", "flattened"]
 
@@ -46,15 +46,14 @@ def is_numbered(value: Any) -> bool:
     if not isinstance(value, Mapping) or isinstance(value, PlainDict):
         return False
     state, groups = value.get("state"), value.get("param_groups")
-    return isinstance(state, Mapping) and are_numbered_groups(groups) and any(group["params"] for group in groups or ())
+    return isinstance(state, Mapping) and are_numbered_groups(groups)
 
 
 def are_numbered_groups(value: Any) -> bool:
-    """Tell whether a value is a list of one or more parameter groups whose ``"params"`` are ints."""
+    """Tell whether a value is a list of parameter groups that have parameters, all of them ints."""
     return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in value)
+        are_groups(value)
+        and any(group["params"] for group in value)
         and all(type(number) is int for group in value for number in group["params"])
     )
 

@@ -182,9 +182,14 @@ class OptimizersTarget:
         self._groups = Groups(groups)
         self._selections = []
         for view in self._views:
-            for i, (group, members) in enumerate(view.groups if self.groups_name in values else ()):
-                fqns = [next((fqn for fqn in owner.fqns if fqn in self._groups), owner.fqns[0]) for owner in members]
-                selection = self._groups.select(fqns, name=f"{view.name}.param_groups[{i}]", target=group)
+            if self.groups_name not in values:
+                continue
+            targets, fqns_of = [], []
+            for group, members in view.groups:
+                targets.append(group)
+                fqns_of.append([next((fqn for fqn in owner.fqns if fqn in self._groups), owner.fqns[0]) for owner in members])
+            selections = self._groups.select_all(fqns_of, name=f"{view.name}.param_groups", targets=targets)
+            for group, selection in zip(targets, selections, strict=True):
                 problems += selection.problems
                 self._selections.append((view, group, selection))
         taken = {self.groups_name, *self.values}

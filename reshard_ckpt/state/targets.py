@@ -253,10 +253,9 @@ class TreeTarget:
     def _take_groups(self, row: Entry, name: str, value: Any) -> list[str]:
         if self._saved[name].kind != ValueKind.PARAM_GROUPS:
             return [f"{name}: saved as a plain value, wanted as the groups of an optimizer; save the optimizer under this key"]
-        groups = Groups(value)
+        selections = Groups(value).select_all([group["params"] for group in row.value], name=name, targets=row.value)
         problems: list[str] = []
-        for i, group in enumerate(row.value):
-            selection = groups.select(group["params"], name=f"{name}[{i}]", target=group)
+        for i, selection in enumerate(selections):
             problems += selection.problems
             for key, hyperparameter in selection.hyperparameters.items():
                 self._updates.append((self._relative((*row.path, i, key)), copy.deepcopy(hyperparameter)))

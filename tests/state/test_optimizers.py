@@ -109,6 +109,14 @@ def test_groups_are_matched_by_their_parameters_and_not_by_position():
     assert fresh.param_groups[2] is kept, "a scheduler may hold on to the group"
 
 
+def test_a_group_without_parameters_comes_back():
+    model = net()
+    optimizer = torch.optim.SGD([{"params": [], "lr": 0.5}, {"params": model.parameters()}], lr=0.1)
+    fresh = torch.optim.SGD([{"params": []}, {"params": model.parameters()}], lr=9.0)
+    load(saved_of(model, optimizer), {"model": model, "optimizer": fresh})
+    assert fresh.state_dict() == optimizer.state_dict()
+
+
 def test_a_group_that_draws_from_groups_that_differ_is_named_and_nothing_changes():
     model = net()
     train_groups = [{"params": model[0].parameters(), "lr": 1.0}, {"params": model[2].parameters(), "lr": 2.0}]

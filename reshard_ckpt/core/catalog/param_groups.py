@@ -7,7 +7,8 @@ parameters of one group, so groups are matched by the FQNs of their parameters:
    hyperparameters on another rank; their parameters are united. A parameter with different hyperparameters on two ranks is an
    error.
 2. *Loading*: a group of the loading optimizer takes the hyperparameters of the saved groups that hold its parameters. If those
-   differ, no answer is right, and a problem is reported.
+   differ, no answer is right, and a problem is reported. A group without parameters takes those of the saved group at its index
+   if the optimizer has as many groups as were saved, and each group with parameters draws from the one at its own index.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def are_groups(value: Any) -> bool:
 class Selection(NamedTuple):
     """The saved hyperparameters for one group of the loading optimizer, and messages about problems.
 
-    The dict is empty for a group without parameters, and if saved groups disagree.
+    The dict is empty if saved groups disagree, and for a group without parameters that none of them stands for.
     """
 
     hyperparameters: dict[str, Any]
@@ -58,7 +59,7 @@ def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> lis
 
     Returns
     -------
-    The groups in the order in which they first occur, each FQN once.
+    The groups in the order in which they first occur, each FQN once. A group without parameters on all ranks is one of them.
 
     Raises
     ------
@@ -92,7 +93,7 @@ def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> lis
                     )
     for fqn, (at, _) in home.items():
         merged[at]["params"].append(fqn)
-    return [group for group in merged if group["params"]]
+    return merged
 
 
 class Groups:
@@ -119,21 +120,33 @@ class Groups:
     def __contains__(self, fqn: str) -> bool:
         return fqn in self._home
 
-    def select(self, fqns: Iterable[str], *, name: str, target: Group | None = None) -> Selection:
+    def select_all(self, members: Sequence[Sequence[str]], *, name: str, targets: Sequence[Group]) -> list[Selection]:
+        """Select for all groups of the loading optimizer, also for those without parameters; `members` are the FQNs of each."""
+        is_in_order = len(members) == len(self._saved)
+        for i, fqns in enumerate(() if all(members) else members):  # asked only if a group has no parameters
+            for fqn in fqns:
+                is_in_order = is_in_order and self._home.get(fqn, i) == i
+        found = []
+        for i, (fqns, target) in enumerate(zip(members, targets, strict=True)):
+            at = i if is_in_order and not fqns else None
+            found.append(self.select(fqns, name=f"{name}[{i}]", target=target, at=at))
+        return found
+
+    def select(self, fqns: Iterable[str], *, name: str, target: Group | None = None, at: int | None = None) -> Selection:
         """Find the hyperparameters for a group of the loading optimizer with the parameters `fqns`; messages call it `name`.
 
         With `target`, the group itself, also check that it is from the same kind of optimizer, and leave out the `SWITCHES` that
-        it has.
+        it has. A group without parameters may say the index `at` of its saved group.
         """
         # sources: each saved group that holds a wanted parameter, with the first such parameter.
-        sources: dict[int, str] = {}
+        sources: dict[int, str] = {} if at is None else {at: ""}
         unknown: list[str] = []
         for fqn in fqns:
-            at = self._home.get(fqn)
-            if at is None:
+            home = self._home.get(fqn)
+            if home is None:
                 unknown.append(fqn)
             else:
-                sources.setdefault(at, fqn)
+                sources.setdefault(home, fqn)
         what = "no saved group holds parameter {}; allow_missing= of its state keeps the group's own for it"
         problems = [Problem(name, what.format(fqn), "allow_missing", state_name(_optimizer_of(name), fqn)) for fqn in unknown]
         if not sources:
@@ -143,11 +156,11 @@ class Groups:
         conflicts = [
             Problem(
                 name,
-                f"draws from saved groups {first} ({first_fqn}) and {at} ({fqn}), whose {key} differs: {_short(value)} and "
+                f"draws from saved groups {first} ({first_fqn}) and {other_at} ({fqn}), whose {key} differs: {_short(value)} and "
                 f"{_short(other)}; split the target group, or save them equal",
             )
-            for at, fqn in others
-            for key, value, other in differences(self._saved[first], self._saved[at])
+            for other_at, fqn in others
+            for key, value, other in differences(self._saved[first], self._saved[other_at])
             if key not in SWITCHES
         ]
         if target is not None:
@@ -158,13 +171,13 @@ class Groups:
 
 
 def groups_beyond(groups: Sequence[Group], older: Sequence[Group]) -> list[Group]:
-    """Return the groups of `older` that share no parameter with any group of `groups`.
+    """Return the groups of `older` that have parameters, and share none with any group of `groups`.
 
     >>> groups_beyond([{"lr": 1, "params": ["a"]}], [{"lr": 2, "params": ["a", "b"]}, {"lr": 3, "params": ["c"]}])
     [{'lr': 3, 'params': ['c']}]
     """
     known = {fqn for group in groups for fqn in group["params"]}
-    return [group for group in older if known.isdisjoint(group["params"])]
+    return [group for group in older if group["params"] and known.isdisjoint(group["params"])]
 
 
 def _other_kind(saved: Group, target: Group, name: str) -> list[Problem]:

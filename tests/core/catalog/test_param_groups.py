@@ -23,9 +23,10 @@ def group(lr, *fqns, **more):
         ),
         ([[group(1, "a"), group(1, "b")], [group(1, "c"), group(1, "d")]], [group(1, "a", "c"), group(1, "b", "d")]),
         ([[group(1, "a"), group(2, "b")]] * 4, [group(1, "a"), group(2, "b")]),
-        ([[group(1), group(2, "a", param_names=["x"])]], [group(2, "a")]),
+        ([[group(1), group(2, "a", param_names=["x"])], [group(1, "b"), group(2)]], [group(1, "b"), group(2, "a")]),
+        ([[group(1, "a"), group(3)]], [group(1, "a"), group(3)]),
     ],
-    ids=["parts that stages hold", "equal groups of one rank stay apart", "held by many", "empty, and keys that name parameters"],
+    ids=["parts of stages", "equal groups of one rank stay apart", "held by many", "empty on a rank, param_names", "empty"],
 )
 def test_merge_unites_groups(ranks, merged):
     assert merge([(f"rank {rank}", groups) for rank, groups in enumerate(ranks)], name="g") == merged
@@ -67,8 +68,21 @@ def test_select_reports_a_parameter_that_no_saved_group_holds_and_uses_the_other
     assert [p.split(";")[0] for p in selection.problems] == ["g: no saved group holds parameter new"]
 
 
-def test_select_of_no_parameters_changes_nothing():
-    assert Groups([group(1, "a")]).select([], name="g").hyperparameters == {}
+@pytest.mark.parametrize(
+    ("saved", "members", "lrs"),
+    [
+        ([group(1, "a"), group(2)], [["a"], []], [1, 2]),
+        ([group(1, "a"), group(2, "b")], [[], ["b", "new"]], [1, 2]),
+        ([group(1), group(2)], [[], []], [1, 2]),
+        ([group(1, "a"), group(2)], [[], ["a"]], [None, 1]),
+        ([group(1, "a")], [["a"], []], [1, None]),
+        ([group(1, "a")], [[], []], [None, None]),
+    ],
+    ids=["in order", "held by other ranks", "none has parameters", "in another order", "another number", "none, another number"],
+)
+def test_a_group_without_parameters_draws_from_the_saved_group_of_its_index_if_all_groups_do(saved, members, lrs):
+    found = Groups(saved).select_all(members, name="g", targets=[group(9)] * 2)
+    assert [selection.hyperparameters.get("lr") for selection in found] == lrs
 
 
 @pytest.mark.parametrize(
