@@ -166,15 +166,22 @@ def _unusual_memory(tensor: torch.Tensor, name: str, writes: bool) -> torch.Tens
 
 def _refuse_overlap(memory: torch.Tensor, name: str) -> None:
     """Refuse a tensor whose strides put several elements in one place, as expanded views do."""
-    extent = 1
+    extent, may_overlap, repeats = 1, False, False
     for stride, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
         if size > 1 and memory.numel():
-            if stride < extent:
-                raise UnsupportedError(
-                    f"{name}: strides {memory.stride()} of shape {tuple(memory.shape)} put several elements in one place (an "
-                    "expanded view?), which cannot be loaded into; pass tensor.contiguous()"
-                )
+            may_overlap, repeats = may_overlap or stride < extent, repeats or stride == 0
             extent += stride * (size - 1)
+    if not may_overlap:
+        return
+    # Strides may interleave without meeting. Mark the place of each element: as many marks as elements mean that none meet.
+    marks = torch.zeros(extent, dtype=torch.bool)
+    if not repeats:
+        marks.as_strided(memory.shape, memory.stride()).fill_(True)
+    if int(marks.sum()) < memory.numel():
+        raise UnsupportedError(
+            f"{name}: strides {memory.stride()} of shape {tuple(memory.shape)} put several elements in one place (an "
+            "expanded view?), which cannot be loaded into; pass tensor.contiguous()"
+        )
 
 
 def _single_part(value: TensorLike, name: str) -> TensorLike:

@@ -238,6 +238,12 @@ def test_an_expanded_view_is_saved_and_not_loaded_into():
     expanded = torch.arange(3.0).expand(2, 3)
     saved = save([capture({"x": expanded})])
     assert torch.equal(saved.tensors["x"], expanded)
+    # Strides that interleave put no two elements in one place; (2, 1) does.
+    woven = torch.zeros(8).as_strided((1, 2, 3), (0, 3, 2))
+    load(save([capture({"x": torch.arange(6.0).reshape(1, 2, 3)})]), {"x": woven})
+    assert woven.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(UnsupportedError, match=r"x: strides \(2, 1\) of shape \(2, 3\) put several elements in one place"):
+        load(saved, {"x": torch.zeros(5).as_strided((2, 3), (2, 1))})
     with pytest.raises(UnsupportedError, match=r"x: strides \(0, 1\) of shape \(2, 3\) put several elements in one place"):
         load(saved, {"x": expanded})
 
