@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,9 +151,9 @@ def capture(
         known.keep_values(trees)
         found, unused = known.mesh, list(known.unused)
     else:
-        opened = open_trees(trees, ddp_groups)
-        unnamed, warnings = opened.unnamed, opened.warnings
-        found, unused = declared or found_mesh(opened.meshes, group, ddp_groups=ddp_groups), list(exclude)
+        unnamed, inner_warnings = optimizer_parameters(trees)
+        warnings = (*map(_warning, unnamed), *inner_warnings)
+        found, unused = declared or found_mesh(_meshes(trees), group, ddp_groups=ddp_groups), list(exclude)
     out = Describer(found)
     with torch.no_grad():  # once for all tensors: for each of them it would take longer than the description
         saved = [(Steps(tree.path, tree.root), _saved_rows(tree, unnamed)) for tree in trees]
@@ -259,37 +260,6 @@ def _complete_links(rows: Sequence[Entry]) -> None:
             row.link = link._replace(parameter=found.get(link.fqn, link.parameter))
 
 
-class OpenedState(NamedTuple):
-    """A state whose modules have been read and whose optimizers' parameters have been found.
-
-    Attributes
-    ----------
-    trees
-        The trees of the state: its own, and one for each object in it that has a state of its own.
-    meshes
-        The distinct meshes of all DTensors.
-    ddp_groups
-        The ranks of each process group over which DDP replicates a module.
-    unnamed
-        Names of optimizer state dicts that number the parameters, if the state does not show which parameter a number is.
-    warnings
-        Messages for the user about the way in which the state is saved.
-    """
-
-    trees: Sequence[Tree]
-    meshes: tuple[DeviceMesh, ...]
-    ddp_groups: tuple[tuple[int, ...], ...]
-    unnamed: Sequence[str]
-    warnings: tuple[str, ...]
-
-    def hints(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return advice for saved values that do not fit because only one of the two states numbers an optimizer's parameters."""
-        names = [row.name for row in rows_of(self.trees, Kind.OPTIMIZERS)]
-        saved = [name for name in names if are_numbered_groups(values.get(f"{name}.param_groups"))]
-        wanted = [name for name in self.unnamed if not are_numbered_groups(values.get(f"{name}.param_groups", []))]
-        return (*map(_saved_by_number, saved), *map(_wanted_by_number, wanted))
-
-
 def walk_state(state: Mapping[Any, Any]) -> tuple[list[Tree], tuple[tuple[int, ...], ...]]:
     """Return the trees of a state (see `walk`), and the ranks of each process group over which DDP replicates a module.
 
@@ -304,10 +274,15 @@ def walk_state(state: Mapping[Any, Any]) -> tuple[list[Tree], tuple[tuple[int, .
     return trees, tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
 
 
-def open_trees(trees: Sequence[Tree], ddp_groups: tuple[tuple[int, ...], ...]) -> OpenedState:
-    """Read the modules and find the parameters of the optimizers in the trees of a state; raises as `walk_state` does."""
-    unnamed, left_out = optimizer_parameters(trees)
-    return OpenedState(trees, _meshes(trees), ddp_groups, unnamed, (*map(_warning, unnamed), *left_out))
+def _hints(trees: Sequence[Tree], unnamed: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return advice for saved values that do not fit because only one of the two states numbers an optimizer's parameters.
+
+    `unnamed` are the names of optimizer state dicts in the state that number the parameters.
+    """
+    names = [row.name for row in rows_of(trees, Kind.OPTIMIZERS)]
+    saved = [name for name in names if are_numbered_groups(values.get(f"{name}.param_groups"))]
+    wanted = [name for name in unnamed if not are_numbered_groups(values.get(f"{name}.param_groups", []))]
+    return (*map(_saved_by_number, saved), *map(_wanted_by_number, wanted))
 
 
 def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int, adds: bool = True) -> Target:
@@ -331,20 +306,21 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     UsageError
         The state cannot be loaded into; the class and the message say why.
     """
-    opened = open_trees(*walk_state(state))
+    walked, ddp_groups = walk_state(state)
+    unnamed, _ = optimizer_parameters(walked)
     paths = {v.name: decode_steps(v.path) for v in catalog.values_table}
     check_keys(map(keys_of, paths.values()))
     saved = {v.name: ValueOrigin(saved_path(keys_of(paths[v.name])), v.kind, paths[v.name]) for v in catalog.values_table}
     prefixes = Prefixes((*catalog.names, *saved))
     group = RankSet(tuple(range(size)), rank)
-    mesh = found_mesh(opened.meshes, group, ddp_groups=opened.ddp_groups)
+    mesh = found_mesh(_meshes(walked), group, ddp_groups=ddp_groups)
     out = Describer(mesh)
     wanted: list[Entry] = []
     parts: list[ValueTarget] = []
     unplaced: list[str] = []
     removed: list[str] = []
     with torch.no_grad():  # as for saving
-        for row in rows_of(opened.trees):
+        for row in rows_of(walked):
             if row.kind is Kind.TENSOR:
                 wanted.append(row)
             elif row.kind is Kind.MODULES:
@@ -360,7 +336,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         out.add(wanted)
     # Trees of objects last, inner before outer: the state that they give back holds modules and tensors that are loaded by then.
     # Those of one depth stay in the order of the state: a program may put a random state behind objects that draw numbers.
-    trees = sorted(opened.trees, key=attrgetter("depth"), reverse=True)
+    trees = sorted(walked, key=attrgetter("depth"), reverse=True)
     parts += [TreeTarget(tree, saved, prefixes.include, group, adds=adds) for tree in trees]
     dtensors = {kind for kind in {type(row.value) for row in wanted} if issubclass(kind, dtensor_class())}
     router = Router(parts, tuple(str(step) for step in steps(state)))
@@ -372,7 +348,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         router.check,
         router.finish,
         mesh,
-        opened.hints,
+        partial(_hints, walked, unnamed),
         tuple([(row.name, row.value) for row in wanted if type(row.value) in dtensors]),
         tuple(removed),
     )
