@@ -67,10 +67,13 @@ class Missed(NamedTuple):
 
 
 class SessionCounter:
-    """The number of this rank's next session: the calls it has made, plus the sessions of other ranks that it skipped."""
+    """The number of this rank's next session: the calls it has made, plus the sessions of other ranks that it skipped.
 
-    def __init__(self) -> None:
-        self._calls = count()
+    `prefix` stands before the number in the name of each session.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._calls, self.prefix = count(), prefix
         self._lock = threading.Lock()
         self._skipped = 0
         self.unopened = b""

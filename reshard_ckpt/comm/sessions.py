@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -21,7 +22,8 @@ from .protocol import ALONE, Comm, SoloComm, merge_of_all
 from .store import StoreComm
 from .turns import Meeting, Turn
 
-AnyComm = TypeVar("AnyComm", bound=NodeComm)
+AnyComm = TypeVar("AnyComm", bound=StoreComm)
+AnyNodeComm = TypeVar("AnyNodeComm", bound=NodeComm)
 
 MAX_TIMEOUT_S = 100_000_000
 """Seconds, three years: the largest `timeout_s`. Clocks and locks overflow at some hundred years."""
@@ -59,7 +61,7 @@ def open_session(
     if group is None:
         return nullcontext(SoloComm())
 
-    return _opened(group, group.sessions, "", kind, subject, timeout_s)
+    return _place(group, kind, subject, timeout_s, NodeComm).session()
 
 
 def open_session_by_name(
@@ -73,7 +75,11 @@ def open_session_by_name(
     group = current_group(process_group, timeout_s)
     if group is None:
         return lambda name: nullcontext(SoloComm())
-    return lambda name: _opened(group, SessionCounter(), f"{name} ", kind, subject, timeout_s)
+
+    def opened(name: str) -> AbstractContextManager[Comm]:
+        return _place(replace(group, sessions=SessionCounter(f"{name} ")), kind, subject, timeout_s, NodeComm).session()
+
+    return opened
 
 
 def values_of_all(
@@ -91,11 +97,7 @@ def values_of_all(
 def open_turn(kind: str, subject: str, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600) -> Turn:
     """Return a `Turn`: it counts as a session of this rank, as `open_session` does, but ranks open its session only if needed."""
     group = current_group(process_group, timeout_s)
-    if group is None:
-        return Turn(nullcontext(SoloComm()))
-    sessions, turn = group.sessions, group.sessions.take()
-    comm_of, call = _comm_of(group, "", kind, subject, timeout_s, Meeting), call_of(kind, subject)
-    return Turn(_session(comm_of, sessions, turn, call), lambda: comm_of(sessions.number(turn)), call)
+    return Turn(None if group is None else _place(group, kind, subject, timeout_s, Meeting))
 
 
 def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
@@ -167,24 +169,15 @@ def _refuse_forgotten_init(process_group: object) -> None:
         )
 
 
-def _opened(
-    group: Group, sessions: SessionCounter, prefix: str, kind: str, subject: str, timeout_s: float
-) -> AbstractContextManager[Comm]:
-    comm_of = _comm_of(group, prefix, kind, subject, timeout_s, NodeComm)
-    return _session(comm_of, sessions, sessions.take(), call_of(kind, subject))
-
-
-def _comm_of(
-    group: Group, prefix: str, kind: str, subject: str, timeout_s: float, made: type[AnyComm]
-) -> Callable[[int], AnyComm]:
+def _place(group: Group, kind: str, subject: str, timeout_s: float, made: type[AnyNodeComm]) -> Place[AnyNodeComm]:
     title = f"{kind} {subject!r}"
 
-    def comm_of(number: int) -> AnyComm:
-        name = f"{prefix}{number}"
+    def comm_of(number: int) -> AnyNodeComm:
+        name = f"{group.sessions.prefix}{number}"
         store, near = group.home.session(name, title=title, timeout_s=timeout_s)
         return made(store, group.rank, group.size, title=title, timeout_s=timeout_s, near=near, name=name, hosts=True)
 
-    return comm_of
+    return Place(comm_of, group.sessions, call_of(kind, subject))
 
 
 def shared_store(
@@ -201,61 +194,74 @@ def shared_store(
     return group.named(name, timeout_s), near.ended
 
 
-@contextmanager
-def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> Iterator[Comm]:
-    comm = _arrive(comm_of, sessions, turn, call)
-    before, sessions.unopened = sessions.unopened, call
-    try:
-        while not comm.open(call, before=before):
+class Place(Generic[AnyComm]):
+    """The place of one call of this rank in the order of all its sessions; it takes the next number.
+
+    `comm_of` makes the `Comm` of the session with a given number, and `sessions` numbers the calls of this rank.
+    """
+
+    def __init__(self, comm_of: Callable[[int], AnyComm], sessions: SessionCounter, call: bytes) -> None:
+        self._comm_of, self._sessions, self.call = comm_of, sessions, call
+        self._turn = sessions.take()
+
+    def comm(self, after: int = 0) -> AnyComm:
+        """Make the `Comm` of the session that this call belongs to now, or the call that comes `after` so many others."""
+        return self._comm_of(self._sessions.number(self._turn + after))
+
+    @contextmanager
+    def session(self) -> Iterator[Comm]:
+        """Open the session, once; see `open_session`."""
+        comm = self._arrive()
+        before, self._sessions.unopened = self._sessions.unopened, self.call
+        try:
+            while not comm.open(self.call, before=before):
+                comm.leave()
+                self._sessions.skip()
+                comm = self.comm()
+                before = b""  # accepted once: two ranks that make their calls in opposite orders must not go on for ever
+            self._sessions.unopened = self._sessions.late = b""
+            yield comm
+            comm.gather(b"")  # the vote: everyone has come through
+        except BaseException as error:
+            comm.abort(error)
+            if comm.came_late:
+                self._resynchronize()
+            raise
+        finally:
             comm.leave()
-            sessions.skip()
-            comm = comm_of(sessions.number(turn))
-            before = b""  # accepted once: two ranks that make their calls in opposite orders must not go on for ever
-        sessions.unopened = sessions.late = b""
-        yield comm
-        comm.gather(b"")  # the vote: everyone has come through
-    except BaseException as error:
-        comm.abort(error)
-        if comm.came_late:
-            _resynchronize(comm_of, sessions, turn, call)
-        raise
-    finally:
-        comm.leave()
-        comm.undo()
+            comm.undo()
 
+    def _arrive(self) -> AnyComm:
+        """Make the `Comm` of the session.
 
-def _arrive(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> StoreComm:
-    """Return the `Comm` of a session.
+        If rank 0 cannot be reached in time, or an interrupt comes first, remember that; a later call tells rank 0 of the failure.
+        """
+        missed, number = self._sessions.missed, self._sessions.number(self._turn)
+        try:
+            comm = self._comm_of(number)
+        except BaseException as error:
+            # Not an interrupt itself: its traceback would keep all frames alive.
+            reason = error if isinstance(error, PeerError) else PeerError(type(error).__name__)
+            missed.append(Missed(number, self.call, reason))
+            raise
+        while missed:
+            session = missed.popleft()
+            self._comm_of(session.number).give_up_unmet(session.call, session.reason)
+        return comm
 
-    If rank 0 cannot be reached in time, or an interrupt comes first, remember that; a later call tells rank 0 of the failure.
-    """
-    number = sessions.number(turn)
-    try:
-        comm = comm_of(number)
-    except BaseException as error:
-        # Not an interrupt itself: its traceback would keep all frames alive.
-        reason = error if isinstance(error, PeerError) else PeerError(type(error).__name__)
-        sessions.missed.append(Missed(number, call, reason))
-        raise
-    while sessions.missed:
-        missed = sessions.missed.popleft()
-        comm_of(missed.number).give_up_unmet(missed.call, missed.reason)
-    return comm
+    def _resynchronize(self) -> None:
+        """Correct this rank's session number after it came too late for a call that is repeated, such as a save to one path.
 
-
-def _resynchronize(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> None:
-    """Correct this rank's session number after it came too late for a call that is repeated, such as a save to one path.
-
-    Either this rank was slow, and its next call meets the next call of the others. Or it left a call out; then the others will
-    wait for it again. After a first lateness, assume that the rank was slow. After a second one in a row, this rank refuses the
-    next session for all ranks, and skips it.
-    """
-    again, sessions.late = sessions.late == call, call
-    if not again:
-        return
-    sessions.late = b""
-    with suppress(PeerError):  # the store is gone, and the error at hand says more
-        declined = False
-        while not declined:
-            declined = comm_of(sessions.number(turn + 1)).decline(call)
-            sessions.skip()
+        Either this rank was slow, and its next call meets the next call of the others. Or it left a call out; then the others
+        will wait for it again. After a first lateness, assume that the rank was slow. After a second one in a row, this rank
+        refuses the next session for all ranks, and skips it.
+        """
+        again, self._sessions.late = self._sessions.late == self.call, self.call
+        if not again:
+            return
+        self._sessions.late = b""
+        with suppress(PeerError):  # the store is gone, and the error at hand says more
+            declined = False
+            while not declined:
+                declined = self.comm(after=1).decline(self.call)
+                self._sessions.skip()

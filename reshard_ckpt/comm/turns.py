@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
@@ -19,8 +20,11 @@ from .calls import did_not_arrive
 from .interrupts import interrupt_waits
 from .node import NodeComm
 from .payloads import KeyValueStore
-from .protocol import Comm
+from .protocol import Comm, SoloComm
 from .wire import Refusal, name_ranks, refusal_of
+
+if TYPE_CHECKING:
+    from .sessions import Place
 
 FAILED, CHANGED = 1, 2
 """Flags that a rank passes to `Meeting.meet`; every rank gets the flags of all ranks, or-ed."""
@@ -99,21 +103,11 @@ class Meeting(NodeComm):
 class Turn:
     """One turn of this rank: a place in the order of sessions at which ranks meet, and may open a session.
 
-    Parameters
-    ----------
-    session
-        The session of this turn, not yet entered.
-    comm
-        Makes the turn's `Meeting`; None if this process is on its own.
-    call
-        The call of the session, encoded by `call_of`.
+    `place` is None if this process is on its own.
     """
 
-    def __init__(
-        self, session: AbstractContextManager[Comm], comm: Callable[[], Meeting] | None = None, call: bytes = b""
-    ) -> None:
-        self._session, self._comm, self._call = session, comm, call
-        self._is_opened = False
+    def __init__(self, place: Place[Meeting] | None) -> None:
+        self._place, self._is_opened = place, False
         self._meeting: Meeting | None = None
 
     def meet(self, flags: int, before: Turn | None) -> int:
@@ -129,9 +123,9 @@ class Turn:
         PeerError
             A rank did not come in time, has ended, or called something else.
         """
-        if self._comm is None:
+        if self._place is None:
             return flags
-        self._meeting = self._comm()
+        self._meeting = self._place.comm()
         joined = self._meeting.meet(flags, self.look)
         if before is not None and before._meeting is not None and self._meeting.rank == 0:
             before._meeting.forget()
@@ -140,7 +134,7 @@ class Turn:
     def opened(self) -> AbstractContextManager[Comm]:
         """Return the session of this turn. If one rank enters it, all ranks must, once."""
         self._is_opened = True
-        return self._session
+        return nullcontext(SoloComm()) if self._place is None else self._place.session()
 
     def look(self) -> None:
         """Check whether another rank has failed or made another call instead of coming to this turn, and raise its error.
@@ -150,7 +144,7 @@ class Turn:
         CheckpointError
             The other rank gave up because of this error; a `PeerError` if it made another call.
         """
-        if self._comm is not None and self._comm().is_for_others(self._call):
+        if self._place is not None and self._place.comm().is_for_others(self._place.call):
             with self.opened():
                 pass
 
@@ -159,10 +153,10 @@ class Turn:
 
         Does nothing if it was opened before.
         """
-        if self._comm is None or self._is_opened:
+        if self._place is None or self._is_opened:
             return
         with suppress(PeerError):  # the store is gone, and `error` says more
-            comm = self._comm()
+            comm = self._place.comm()
             comm.abort(error)
             comm.leave(waits=False)
 

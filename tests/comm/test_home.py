@@ -23,7 +23,7 @@ from reshard_ckpt.comm.calls import call_of
 from reshard_ckpt.comm.group import SessionCounter
 from reshard_ckpt.comm.home import Home
 from reshard_ckpt.comm.peers import Peers
-from reshard_ckpt.comm.sessions import _session
+from reshard_ckpt.comm.sessions import Place
 from reshard_ckpt.comm.wire import Refusal, decode_frames
 from reshard_ckpt.errors import PeerError
 
@@ -110,7 +110,7 @@ def test_a_rank_0_that_comes_too_late_is_told_and_in_step_again(monkeypatch: pyt
             return StoreComm(store, rank, 2, title=f"save '{subject}'", timeout_s=timeout_s, ended=near.ended)
 
         try:
-            with _session(comm_of, counters[rank], counters[rank].take(), call_of("save", subject)) as comm:
+            with Place(comm_of, counters[rank], call_of("save", subject)).session() as comm:
                 return comm.broadcast(b"together" if rank == 0 else None).decode()
         except PeerError as error:
             return f"{error.ranks} {error}"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from reshard_ckpt.comm import CHANGED, FAILED, SoloComm, Turn
+from reshard_ckpt.comm import CHANGED, FAILED, Turn
 from reshard_ckpt.comm import store as store_module
 from reshard_ckpt.comm.calls import call_of
+from reshard_ckpt.comm.group import SessionCounter
+from reshard_ckpt.comm.sessions import Place
 from reshard_ckpt.comm.turns import Meeting
 from reshard_ckpt.errors import PeerError
 from tests.comm.threads import run_together
@@ -87,7 +88,7 @@ def test_a_meeting_that_was_refused_leaves_no_key_once_the_last_rank_has_come():
     store, options = dist.HashStore(), {"title": "reshard_live ''", "timeout_s": 0.05}
 
     def come(rank: int) -> Callable[[Meeting], None]:
-        turn = Turn(nullcontext(SoloComm()), lambda: Meeting(store, rank, 3, **options), CALL)
+        turn = Turn(Place(lambda number: Meeting(store, rank, 3, **options), SessionCounter(), CALL))
 
         def meet_or_give_up(meeting: Meeting) -> None:
             try:

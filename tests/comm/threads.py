@@ -13,7 +13,7 @@ from reshard_ckpt.comm.bounded import BoundedStore
 from reshard_ckpt.comm.calls import call_of
 from reshard_ckpt.comm.group import SessionCounter
 from reshard_ckpt.comm.node import Neighbours, Node, NodeComm
-from reshard_ckpt.comm.sessions import _session
+from reshard_ckpt.comm.sessions import Place
 
 Body = Callable[[StoreComm], Any]
 
@@ -82,7 +82,7 @@ def run_session(
 
         start.wait()
         try:
-            with _session(comm_of, SessionCounter(), 0, call_of(*call(rank))) as comm:
+            with Place(comm_of, SessionCounter(), call_of(*call(rank))).session() as comm:
                 outcomes[rank] = body(comm)
         except BaseException as error:
             outcomes[rank] = error
