@@ -53,17 +53,13 @@ def _inside(label: str, offsets: Ints, lengths: Ints, shape: Ints) -> None:
 
 def _disjoint(label: str, boxes: Sequence[tuple[Ints, Ints]]) -> None:
     """Raise LayoutError if two boxes overlap: two elements would have one place, and one of them would be lost."""
-    boxes = [b for b in boxes if prod(b[1])]
-    if len(boxes) < 2 or not boxes[0][0]:
-        if len(boxes) > 1:
-            raise LayoutError(f"{label}: {len(boxes)} pieces of a 0-dim tensor overlap; give one")
-        return
-    first = np.array([b[0] for b in boxes], dtype=np.int64)
-    last = first + np.array([b[1] for b in boxes], dtype=np.int64)
-    for i in range(len(boxes) - 1):
-        hits = np.flatnonzero(((first[i + 1 :] < last[i]) & (first[i] < last[i + 1 :])).all(axis=1))
+    held = [i for i, (_, lengths) in enumerate(boxes) if prod(lengths)]
+    first = np.array([boxes[i][0] for i in held], dtype=np.int64)
+    last = first + np.array([boxes[i][1] for i in held], dtype=np.int64)
+    for k, i in enumerate(held[:-1], 1):
+        hits = np.flatnonzero(((first[k:] < last[k - 1]) & (first[k - 1] < last[k:])).all(axis=1))
         if len(hits):
-            j = i + 1 + int(hits[0])
+            j = held[k + int(hits[0])]
             raise LayoutError(
                 f"{label} {i} and {j} overlap: offsets {boxes[i][0]} lengths {boxes[i][1]} and offsets {boxes[j][0]} lengths "
                 f"{boxes[j][1]}; each element must be in one piece"

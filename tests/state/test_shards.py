@@ -191,6 +191,11 @@ def test_an_empty_shard_still_tells_the_global_shape():
         (lambda t: FlatShard(t.T, (4, 2), 0), r"is not flat"),
         (lambda t: FlatShard(t, (4, 2), 0, pieces=[((0, 0), (2, 3))]), r"dim 1 ends at 0 \+ 3 = 3"),
         (lambda t: FlatShard(t, (4, 2), 0, pieces=[((0, 0), (4, 2)), ((3, 0), (1, 1))]), r"pieces 0 and 1 overlap"),
+        (
+            lambda t: FlatShard(t, (4, 2), 0, pieces=[((0, 0), (0, 2)), ((0, 0), (4, 2)), ((3, 0), (1, 1))]),
+            r"pieces 1 and 2 overlap",
+        ),
+        (lambda t: LocalShard(t[0, 0], (), pieces=[((), (), ()), ((), (), ())]), r"pieces 0 and 1 overlap"),
         (lambda t: FlatShard(t, (4, 2), 0, local_shape=(4, 2)), r"local_shape without pieces; give the pieces"),
         (lambda t: LocalShard(t, (2**70, 2), (0, 0)), r"LocalShard: global_shape \(1180.*, 2\) of torch.float32 is over"),
         (lambda t: LocalShard(t, (2**31, 2**31), (0, 0)), r"is over 4611686018427387904 bytes"),
