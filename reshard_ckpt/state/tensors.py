@@ -47,9 +47,6 @@ TORCH_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _CLAIMS = ("__create_write_items__", "__create_chunk_list__")
 
-_Declared = tuple[torch.Tensor, Ints, list[tuple[Ints, Ints, Ints]]]
-"""A tensor's own declaration: the local tensor, the global shape, and the pieces that it holds, as `LocalShard` takes them."""
-
 
 def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
     """Tell whether a value is saved as a tensor: a tensor of any class, or a declared shard."""
@@ -210,8 +207,7 @@ def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
     if plain_local(value) is not None or isinstance(value, LocalShard | FlatShard):
         return (value,)
     try:
-        declared = tuple(LocalShard(local, shape, pieces=pieces) for local, shape, pieces in _declared(value))
-        found = declared or lowered(value)
+        found = tuple(_declared(value)) or lowered(value)
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from None
     if not found and not is_dtensor(value) and any(hasattr(value, claim) for claim in _CLAIMS):
@@ -278,7 +274,7 @@ def _cut_like(inner: torch.Tensor, local_shape: Ints, layout: Layout, name: str)
     return LocalShard(inner, in_blocks(layout.shape, 1), pieces=pieces)
 
 
-def _declared(value: Any) -> Iterable[_Declared]:
+def _declared(value: Any) -> Iterable[LocalShard]:
     """Return the parts of a global tensor that a tensor declares by its attributes; empty if it declares nothing."""
     if is_dtensor(value):
         # Private, but `to_local` makes an autograd node and waits for collectives, for every tensor of every save.
@@ -297,7 +293,7 @@ def _declared(value: Any) -> Iterable[_Declared]:
     return ()
 
 
-def _listed(local: Any, shape: Ints) -> _Declared:
+def _listed(local: Any, shape: Ints) -> LocalShard:
     """Return this rank's part of a DTensor of Megatron-FSDP. Parts are uneven, so the local tensor itself says where it lies."""
     chunks = local.__create_chunk_list__()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
@@ -305,10 +301,10 @@ def _listed(local: Any, shape: Ints) -> _Declared:
         raise LayoutError(
             f"its local tensor of shape {tuple(local.shape)} lists chunks of sizes {sizes}; list the one that it is"
         )
-    return _one_box(local, shape, chunks[0].offsets) if local.numel() else (local, shape, [])
+    return LocalShard(local, shape, chunks[0].offsets) if local.numel() else LocalShard(local, shape, pieces=[])
 
 
-def _checkpointable(tensor: Any) -> Iterator[_Declared]:
+def _checkpointable(tensor: Any) -> Iterator[LocalShard]:
     missing = [field for field in _FIELDS if not hasattr(tensor, field)]
     if missing:
         raise UnsupportedError(
@@ -324,12 +320,12 @@ def _checkpointable(tensor: Any) -> Iterator[_Declared]:
     offsets, local_offsets, sizes = boxes
     if tensor.ndim == len(shape):
         # One shard of the tensor itself, so that an optimizer's parameter is still that object.
-        yield tensor, shape, list(zip(local_offsets, offsets, sizes, strict=True))
+        yield LocalShard(tensor, shape, pieces=zip(local_offsets, offsets, sizes, strict=True))
         return
     for at, first, size in zip(offsets, local_offsets, sizes, strict=True):
-        yield _one_box(_unmerged(tensor, tuple(first), tuple(size)), shape, at)
+        yield LocalShard(_unmerged(tensor, tuple(first), tuple(size)), shape, at)
     if not offsets:
-        yield tensor.new_empty((0,) * len(shape)), shape, []
+        yield LocalShard(tensor.new_empty((0,) * len(shape)), shape, pieces=[])
 
 
 def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
@@ -345,12 +341,7 @@ def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...
     return tensor.detach().narrow(0, first[0], rows).view(size)  # to split a dim never copies
 
 
-def _shards(shape: Ints, shards: list[tuple[torch.Tensor, Any]], dtype: torch.dtype) -> Iterator[_Declared]:
-    yield from (_one_box(local, shape, offsets) for local, offsets in shards)
+def _shards(shape: Ints, shards: list[tuple[torch.Tensor, Any]], dtype: torch.dtype) -> Iterator[LocalShard]:
+    yield from (LocalShard(local, shape, offsets) for local, offsets in shards)
     if not shards:  # this rank holds nothing, and still knows the shape
-        yield torch.empty((0,) * len(shape), dtype=dtype, device="cpu"), shape, []
-
-
-def _one_box(local: torch.Tensor, shape: Ints, offsets: Iterable[int]) -> _Declared:
-    """Return the declared part for a local tensor that is one box of the global tensor, which begins at `offsets`."""
-    return local, shape, [((0,) * local.ndim, tuple(offsets), tuple(local.shape))]
+        yield LocalShard(torch.empty((0,) * len(shape), dtype=dtype, device="cpu"), shape, pieces=[])
