@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from ..core.catalog.names import unwrapped
 from ..core.catalog.specs import Ints
 from ..errors import UnsupportedError, UsageError
-from .dtensor import is_dtensor
+from .dtensor import is_dtensor, local_of
 from .entries import Entry, Kind
 from .fsdp1 import FlatPart, FlatState
 from .layouts import Layout, whole
@@ -175,13 +175,8 @@ class Owners:
         return found
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():  # else `to_local` records the tensor for autograd
-        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
-
-
 def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    local = _local(tensor)
+    local = local_of(tensor)
     return local.device, local.untyped_storage().data_ptr()
 
 
@@ -189,8 +184,8 @@ def _is_memory_of(tensor: Any, param: torch.Tensor) -> bool:
     """Tell whether a tensor has exactly the same memory as a parameter, even if both are empty."""
     if is_dtensor(tensor) != is_dtensor(param) or getattr(tensor, "placements", None) != getattr(param, "placements", None):
         return False
-    first, second = _local(tensor), _local(param)
-    return first.dtype == second.dtype and first.is_set_to(second)
+    first, second = local_of(tensor), local_of(param)
+    return bool(first.dtype == second.dtype and first.is_set_to(second))
 
 
 class ParamSlot(NamedTuple):
