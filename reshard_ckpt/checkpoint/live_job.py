@@ -22,7 +22,6 @@ import numpy as np
 
 from ..comm import CHANGED, FAILED, Comm, Turn, interrupts_allowed, interrupts_held, merge_of_all
 from ..comm.exchange import HOST, Exchange, group_of, node_name, open_exchange
-from ..core.catalog.model import Catalog
 from ..core.report import LoadReport, summarize
 from ..engine.common.progress import RankLog, size_text
 from ..engine.common.rounds import Buffers, Rounds, Traffic, named_error, settle
@@ -35,7 +34,7 @@ from ..engine.saving.handle import SAVES
 from ..engine.saving.messages import RunColumns
 from ..errors import MismatchError, UsageError
 from ..format.files import digest128
-from ..state.capture import Captured, Target
+from ..state.capture import Captured
 from .live_states import Opened, Options, State, States
 from .loading import not_loaded
 
@@ -261,22 +260,10 @@ class Job:
         return fits, has_memory
 
     @property
-    def saved(self) -> Catalog:
-        """The catalog of the source, with its values, as `begin` opened it."""
+    def opened(self) -> Opened:
+        """Source and destination as `begin` opened them, until they are moved. A `PerRank` value has the values of all ranks."""
         assert self._first is not None
-        return self._first.saved
-
-    @property
-    def wanted(self) -> Target:
-        """The tensors and values that this rank wants, as `begin` opened them."""
-        assert self._first is not None
-        return self._first.target
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The decoded values of the source, as `begin` opened it. A `PerRank` value has the values of all ranks."""
-        assert self._first is not None
-        return self._first.values
+        return self._first
 
     @property
     def lost_values(self) -> dict[str, list[int]]:
@@ -286,8 +273,7 @@ class Job:
     @interrupts_held()
     def move_opened(self, comm: Comm) -> LoadReport:
         """Move the state that was just opened, by `begin` or by a kept plan. Collective: `_compare`, then the exchange."""
-        opened, self._first = self._first, None
-        assert opened is not None
+        opened, self._first = self.opened, None
         for save in list(SAVES.begun):  # memory that a save of this process still copies must not change
             save.staged()
         self._compare(comm, opened)

@@ -76,20 +76,6 @@ class RecoveryReport:
     steps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The options of `recover` that say when parts of the state may be at different steps."""
-
-    name: str
-    allow_mixed: bool
-
-    def __post_init__(self) -> None:
-        if self.name not in ("exact", "partial"):
-            raise UsageError(f"policy={self.name!r}: pass 'exact' or 'partial'")
-        if self.allow_mixed and self.name == "exact":
-            raise UsageError("allow_mixed=True: policy='exact' mixes no steps; pass policy='partial' too")
-
-
 _TORN: set[tuple[int, int]] = set()
 """Address and version counter of each tensor that a failed recovery has overwritten. A later write changes the version."""
 
@@ -104,6 +90,8 @@ class Recovery:
 
     Parameters
     ----------
+    policy, allow_mixed
+        Whether parts of the state may be at different steps, as for `recover`.
     checkpoints
         The checkpoints to fall back on.
     session
@@ -115,12 +103,14 @@ class Recovery:
         state: State,
         alive: bool | State,
         step: int | None,
-        policy: Policy,
+        policy: str,
         checkpoints: Checkpoints | None,
         session: Mapping[str, Any],
+        *,
+        allow_mixed: bool,
     ) -> None:
         self._state, self._step, self._checkpoints, self._session = state, step, checkpoints, session
-        self._policy, self._alive = policy, alive
+        self._policy, self._allow_mixed, self._alive = policy, allow_mixed, alive
         self._lost_tensors: list[str] = []
         self._lost_values: list[str] = []
         """The tensors that have lost regions on any rank, and the values that no survivor has."""
@@ -160,7 +150,7 @@ class Recovery:
     def _recovered(self) -> RecoveryReport:
         """Recover: let the survivors send their state to all ranks in one session, then load the regions that no survivor has."""
         try:
-            with open_session("recover", self._policy.name, **self._session) as comm:
+            with open_session("recover", self._policy, **self._session) as comm:
                 step = self._ask_survivors(comm)
                 job = self._begin(comm)
                 lost = self._lost(comm, job)
@@ -183,7 +173,7 @@ class Recovery:
             return None
         if self._checkpoints.has(step):
             return step
-        newest = self._checkpoints.newest() if self._policy.name == "partial" else None
+        newest = self._checkpoints.newest() if self._policy == "partial" else None
         return None if newest is None or newest > step else newest
 
     def _refuse_to_mix(self, saved_step: int) -> None:
@@ -191,7 +181,7 @@ class Recovery:
         state = tuple(f".{STATE}.{fqn}." for fqn in self._tables.values())
         lost = [*self._lost_tensors, *self._lost_values]
         dense = [name for name in lost if name not in self._tables and not any(part in name for part in state)]
-        if dense and not self._policy.allow_mixed:
+        if dense and not self._allow_mixed:
             raise UsageError(
                 f"{few(dense)}: lost, and only in the checkpoint of step {saved_step}. Dense tensors, the state of their "
                 "optimizer, and values at two steps are not a state that training ever had: pass policy='exact', or "
@@ -235,21 +225,19 @@ class Recovery:
 
     def _lost(self, comm: Comm, job: Job) -> list[str]:
         """Return a line for each part of the state that no survivor holds, the same on all ranks. Collective."""
-        report = job.plan.report
+        report, wanted, live = job.plan.report, job.opened.target, job.opened.saved
         if differing := (*report.shape, *report.dtype, *report.unexpected):
             raise MismatchError(summarize(differing, "give the state the tensors that the survivors have"), differing)
         lost = [*report.missing, *report.uncovered, *report.values]
         if lost:
-            parts = lost_parts([spec for spec, _ in job.wanted.tensors], job.saved)
+            parts = lost_parts([spec for spec, _ in wanted.tensors], live)
             # Groups of an optimizer are lost with their parameters, which are among the tensors.
-            values = sorted(
-                name for name in {*job.wanted.values}.difference(job.saved.value_names) if not name.endswith(f".{GROUPS}")
-            )
+            values = sorted(name for name in {*wanted.values}.difference(live.value_names) if not name.endswith(f".{GROUPS}"))
             of_ranks = merge_of_all(comm, ([spec.name for spec in parts if spec is not None], values))
             self._lost_tensors, self._lost_values = (union(list(names)) for names in zip(*of_ranks, strict=True))
         # A new optimizer wants no state by itself. If survivors have the state of different parameters, as ZeRO by parameters has
         # it, a gone rank may have been the only holder of some: so a checkpoint is asked whether these had state.
-        having = {state_name(link.optimizer, link.fqn) for link in job.saved.links().values()}
+        having = {state_name(link.optimizer, link.fqn) for link in live.links().values()}
         without = tuple(f"{name}." for name in self._without if name not in having)
         is_divided = self._is_alone or not having.isdisjoint(self._without)
         if not without or not is_divided or self._checkpoints is None:
@@ -262,7 +250,7 @@ class Recovery:
     def _fill_up(self, step: int, saved_step: int, job: Job) -> RecoveryReport:
         """Fill the state from the survivors, and the regions that they lack from the checkpoint of a step. Collective."""
         assert self._checkpoints is not None
-        live, values = job.saved, job.values
+        live, values = job.opened.saved, job.opened.values
         sample = StepSample(self._source, self._session["process_group"])
         try:
             if saved_step == step:
@@ -301,7 +289,7 @@ class Recovery:
         if absent := [name for name in self._lost_tensors if name not in saved]:
             raise LayoutError(f"{few(absent)}: lost, and the checkpoint does not have it")
         # A save of chosen rows (`TouchedRows`) leaves older or rounded rows in the checkpoint; the lost rank had newer ones.
-        stale = [name for name in self._lost_tensors if name in saved.lossy] if self._policy.name == "exact" else []
+        stale = [name for name in self._lost_tensors if name in saved.lossy] if self._policy == "exact" else []
         if stale:
             why = saved.lossy[stale[0]]
             raise LayoutError(f"{few(stale)}: lost, and the checkpoint of this step does not hold all rows as they were ({why})")

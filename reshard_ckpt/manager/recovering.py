@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.fall_back import Checkpoints, Loaded, OfPath, State
 from ..checkpoint.loading import Prepare
-from ..checkpoint.recovering import Policy, Recovery, RecoveryReport
+from ..checkpoint.recovering import Recovery, RecoveryReport
 from ..errors import CheckpointNotFound, UsageError
 from ..formats.source import Path
 from .manager import Manager
@@ -71,7 +71,10 @@ def recover(
         Another rank failed or did not arrive. Make a group of the ranks that are left, and call `recover` again: a rank whose
         state had been touched by then does not count as alive.
     """
-    chosen = Policy(policy, allow_mixed)
+    if policy not in ("exact", "partial"):
+        raise UsageError(f"policy={policy!r}: pass 'exact' or 'partial'")
+    if allow_mixed and policy == "exact":
+        raise UsageError("allow_mixed=True: policy='exact' mixes no steps; pass policy='partial' too")
     if not isinstance(alive, bool | Mapping):
         raise UsageError(f"alive={alive!r}: pass True, False, or the state that this rank had before the failure")
     if path is not None and manager is not None:
@@ -84,7 +87,7 @@ def recover(
         checkpoints = _OfManager(manager)
     elif path is not None:
         checkpoints = OfPath(path, session)
-    return Recovery(state, alive, step, chosen, checkpoints, session).run()
+    return Recovery(state, alive, step, policy, checkpoints, session, allow_mixed=allow_mixed).run()
 
 
 @dataclass(frozen=True, slots=True)
