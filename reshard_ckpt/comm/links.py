@@ -12,8 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -171,8 +171,11 @@ def _meet(store: BoundedStore, rank: int, size: int, timeout_s: float) -> Any:
     return group_class(store.clone(timeout_s), rank, size, timedelta(seconds=timeout_s))
 
 
-class Serving:
+class Serving(AbstractContextManager["Serving"]):
     """Reads files in the memory of other ranks, and answers their reads of this rank's files, until all ranks are done.
+
+    Use it in a ``with`` block. It ends once all ranks have left their blocks, and waits for them at most the ``timeout_s`` of the
+    links, or 5 s if its own block has failed.
 
     Parameters
     ----------
@@ -225,6 +228,9 @@ class Serving:
             buffer[:] = view[at : at + len(buffer)]
             at += len(buffer)
 
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.finish(self._links.timeout_s if error is None else _FAREWELL_S)  # after an error, whoever still reads fails as well
+
     def finish(self, wait_s: float) -> None:
         """Tell all ranks that this one reads no more, and answer reads until all have said so, at most `wait_s` seconds."""
         ends = time.monotonic() + wait_s
@@ -272,20 +278,3 @@ class Serving:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     array: Any = tensor.numpy()
     return memoryview(array)
-
-
-@contextmanager
-def serving(
-    links: Links, keys: Sequence[str], lend: Callable[[str, int, int], AbstractContextManager[memoryview]]
-) -> Iterator[Serving]:
-    """Serve this rank's files to other ranks during the ``with`` block, and after it until the others have read theirs.
-
-    After the block this takes at most the ``timeout_s`` of the links, or 5 s if the block has failed.
-    """
-    server = Serving(links, keys, lend)
-    try:
-        yield server
-    except BaseException:
-        server.finish(_FAREWELL_S)  # whoever still reads fails as well
-        raise
-    server.finish(links.timeout_s)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ..comm.links import Links, Serving, serving
+from ..comm.links import Links, Serving
 from ..comm.protocol import Comm, merge_of_all, value_of_first
 from ..core.catalog.model import Catalog
 from ..engine.common.files import open_files
@@ -337,6 +337,6 @@ def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callabl
         server = None
         if make_links is not None:
             name = value_of_first(comm, lambda: uuid.uuid4().hex)
-            server = stack.enter_context(serving(make_links(name), keys, images.lend))
+            server = stack.enter_context(Serving(make_links(name), keys, images.lend))
         files = JobImages(images, catalog, found.owners, comm.rank, server)
         yield Source(cast(Storage, files), catalog, on_peers=files.asked)  # a load uses only these methods of a storage

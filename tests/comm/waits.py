@@ -41,7 +41,7 @@ from reshard_ckpt.comm import (
     values_of_all,
 )
 from reshard_ckpt.comm import links as links_of
-from reshard_ckpt.comm.links import Links, serving
+from reshard_ckpt.comm.links import Links, Serving
 from reshard_ckpt.comm.node import NodeComm
 from reshard_ckpt.errors import CheckpointError
 from reshard_ckpt.manager.stopping import open_stop
@@ -190,13 +190,13 @@ def read(rank: int, seconds: float, folder: Path, die: Die) -> None:
     def lend(key: str, offset: int, num_bytes: int) -> Any:
         die()
 
-    with serving(links(rank, seconds), ["file"], lend) as server:
+    with Serving(links(rank, seconds), ["file"], lend) as server:
         if rank == 1:
             server.read(0, "file", 0, [memoryview(bytearray(8))])
 
 
 def finish(rank: int, seconds: float, folder: Path, die: Die) -> None:
-    with serving(links(rank, seconds), ["file"], lambda *_: None):
+    with Serving(links(rank, seconds), ["file"], lambda *_: None):
         dist.barrier()
         die()
 

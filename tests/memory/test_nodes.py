@@ -22,7 +22,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.comm import links as links_module
 from reshard_ckpt.comm import shared_store
-from reshard_ckpt.comm.links import Links, Serving, serving
+from reshard_ckpt.comm.links import Links, Serving
 from reshard_ckpt.errors import CheckpointError, CorruptError, PeerError, StorageError
 from reshard_ckpt.memory import tier
 from reshard_ckpt.memory.generations import NodeImages
@@ -329,7 +329,7 @@ def test_a_rank_reads_a_file_of_another_which_waits_for_requests_without_a_deadl
         if offset == 9:
             raise CorruptError("the slot was filled anew")
 
-    with serving(links, ["file"], lend) as server:
+    with Serving(links, ["file"], lend) as server:
         for refused in (9, 101):
             with pytest.raises(CorruptError, match=f"rank {1 - rank} could not read file in the memory of its node"):
                 server.read(1 - rank, "file", refused, [memoryview(bytearray(5))])
@@ -346,7 +346,7 @@ def test_a_rank_reads_a_file_of_another_which_waits_for_requests_without_a_deadl
     # A rank that leaves by an error waits only shortly for the others' word that they are done.
     links, finish, waits = Links(*shared_store("leave"), rank, 2, timeout_s=600), Serving.finish, []
     Serving.finish = lambda server, wait_s: (waits.append(wait_s), finish(server, 600))  # type: ignore[assignment,method-assign]
-    with suppress(PeerError), serving(links, ["file"], lend):
+    with suppress(PeerError), Serving(links, ["file"], lend):
         raise PeerError("another rank failed")
     Serving.finish = finish  # type: ignore[method-assign]
     assert waits == [links_module._FAREWELL_S]
