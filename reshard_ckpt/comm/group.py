@@ -143,12 +143,8 @@ def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
 
 
 def _kept_group(group: dist.ProcessGroup, timeout_s: float) -> Group:
-    if (cached := _GROUPS.get(group)) is None:
-        cached = _GROUPS[group] = _make_group(group, timeout_s)
-    return cached
-
-
-def _make_group(group: dist.ProcessGroup, timeout_s: float) -> Group:
+    if (cached := _GROUPS.get(group)) is not None:
+        return cached  # another thread was faster
     rank, size, prefix = dist.get_rank(group), dist.get_world_size(group), _prefix(group)
     connection, store = _shared_connection(), _default_store()
     if connection is None:
@@ -159,7 +155,8 @@ def _make_group(group: dist.ProcessGroup, timeout_s: float) -> Group:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = store.host if isinstance(store, _STORES.TCPStore) else _usual_host()
-    return Group(rank, size, connection, prefix, Home(connection, f"{prefix}/home", rank, size, host))
+    cached = _GROUPS[group] = Group(rank, size, connection, prefix, Home(connection, f"{prefix}/home", rank, size, host))
+    return cached
 
 
 def _usual_host() -> str:

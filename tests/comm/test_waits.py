@@ -34,7 +34,7 @@ BLOCKING = {
 WAITS = {
     ("comm/bounded.py", "clone"): ["opening links"],
     ("comm/group.py", "connect"): ["the first session", "the job's store"],
-    ("comm/group.py", "_make_group"): ["an own store"],
+    ("comm/group.py", "_kept_group"): ["an own store"],
     ("comm/group.py", "_own_store"): ["an own store"],
     ("comm/sessions.py", "launched_group"): ["joining"],
     ("comm/home.py", "_start"): ["the first session"],
