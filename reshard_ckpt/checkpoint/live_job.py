@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..comm import CHANGED, FAILED, Comm, Turn, interrupts_allowed, interrupts_held, merge_of_all
-from ..comm.exchange import HOST, Exchange, group_of, node_name, open_exchange
+from ..comm.exchange import HOST, Exchange, group_of, open_exchange
+from ..comm.peers import machine_id
 from ..core.report import LoadReport, summarize
 from ..engine.common.progress import RankLog, size_text
 from ..engine.common.rounds import Buffers, Rounds, Traffic, named_error, settle
@@ -165,7 +166,8 @@ class Job:
         # chosen: the rows of dst to fill.
         chosen = np.flatnonzero((source_of[rows.tensor] >= 0) & (rows.count > 0))
         wanted = WantedRows(opened.wanted, chosen, source_of[rows.tensor[chosen]])
-        moves = plan_moves(comm, source.held, wanted, states.skips_host(opened.wanted), node_name(), self._options.round_bytes)
+        skips_host, node = states.skips_host(opened.wanted), machine_id().encode()
+        moves = plan_moves(comm, source.held, wanted, skips_host, node, self._options.round_bytes)
         converted = [
             f"{d.name}: {d.dtype} in src, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
         ]

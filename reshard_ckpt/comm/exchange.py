@@ -6,12 +6,10 @@ These are the only collectives of this package. They run only in calls that need
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -188,9 +186,3 @@ def group_of(process_group: ProcessGroup | None) -> ProcessGroup | None:
     if current_group(process_group) is None:
         return None
     return dist.group.WORLD if process_group is None else process_group
-
-
-def node_name() -> bytes:
-    """Return a name of this machine, the same for all processes on it."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip() if boot.exists() else ''} {socket.gethostname()}".encode()

@@ -61,6 +61,14 @@ class Peers:
             self._processes = [line.split(":") for line in store.get(self._key).decode().split()]
 
 
+def machine_id() -> str:
+    """Return the same id in all processes of this machine: the boot id, which is new at each start, or else the host name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
 def _machine() -> str:
     """Return a name for the processes that can see each other's process numbers. If that is unknown, the name is unique."""
     with suppress(OSError):

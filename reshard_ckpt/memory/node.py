@@ -30,6 +30,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..comm.peers import machine_id
 from ..errors import StorageError
 from ..format.files import digest128
 from ..storage import open_storage
@@ -213,14 +214,6 @@ def node_id(folder: str) -> str:
     if not _RUN.fullmatch(text):
         raise StorageError(f"{path}: holds no node id; remove it while no job runs here")
     return text
-
-
-def machine_id() -> str:
-    """Return the same id in all processes of this machine: the boot id, which is new at each start, or else the host name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename
 
 
 def runs(folder: str) -> Iterator[RunMemory]:

@@ -17,6 +17,7 @@ from ..checkpoint.reading import read_from
 from ..checkpoint.saving import async_save, begin_save
 from ..comm import Comm, open_session, open_session_by_name, shared_store, value_of_first
 from ..comm.links import Links
+from ..comm.peers import machine_id
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport, duration_s
 from ..engine.common.run_lineage import RunLineage
@@ -28,7 +29,7 @@ from ..storage import Storage, open_storage
 from .background import Persisting, PersistRule
 from .generations import Generation, drop_generations, find_generations
 from .lineage_copy import drop_copy, keep_copy, read_copy
-from .node import machine_id, node_id, remove_run, runs
+from .node import node_id, remove_run, runs
 from .options import Memory
 from .persist import stored_save_id
 from .restore import Found, Restorable, find_newest, open_images
