@@ -5,7 +5,7 @@ Each tensor is shown as one chunk. The places of its bytes are in the catalog, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -26,90 +26,82 @@ from ..core.catalog.names import optimizer_of
 from ..core.catalog.specs import ValueKind
 from ..core.report import plural
 from ..core.trees import name_of
-from ..engine.loading.saved_values import SavedValue, open_values
-from ..errors import CheckpointNotFound
+from ..engine.loading.saved_values import open_values, read_blobs
+from ..errors import CheckpointNotFound, MismatchError
 from ..format.dtypes import TORCH_DTYPES
 from ..format.shard_file import opaque_value
 from ..formats.dcp.names import key_path, taken_apart
+from ..formats.dcp.values import torch_saved
 from ..formats.numbered import numbered_optimizers
-from ..formats.source import Path, RawValue, Source, open_source, with_options
+from ..formats.source import Path, Source, open_source, with_options
 from ..state.layouts import RankSet, group_of
+from ..storage import Buffer
 
 FORMATS_AS_SAVED = with_options({"as_saved": True}, only=["dcp"])
 """The formats to try when a checkpoint is opened. A DCP folder is opened with the tensor names that DCP saved."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeyedValue:
-    """One value of DCP's: the keys that lead to it (an index into a list is an int), and the value itself."""
+class DcpValue:
+    """One value as DCP's planner gets it.
+
+    Attributes
+    ----------
+    path
+        The keys that lead to it; an index into a list is an int.
+    encoded
+        Returns the bytes for the planner to decode. Raises a `MismatchError` if this rank cannot load the value.
+    """
 
     path: tuple[str | int, ...]
-    value: Any
-
-    @property
-    def name(self) -> str:
-        return name_of(self.path)
+    encoded: Callable[[], Buffer]
 
 
-@dataclass(frozen=True, slots=True)
-class OpaqueValue:
-    """A value that only DCP's planner can decode, such as a pickled object; `blob` is the index of its bytes in the catalog."""
-
-    blob: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnavailableValue:
-    """A value that this rank cannot load, such as a `PerRank` value that was saved on fewer ranks; `problem` is the reason."""
-
-    problem: str
-
-
-SavedItem = KeyedValue | RawValue | OpaqueValue | UnavailableValue
-
-
-def all_values(source: Source, verify: bool, group: RankSet) -> Iterator[tuple[str, SavedItem]]:
+def all_values(source: Source, verify: bool, group: RankSet) -> Iterator[tuple[str, DcpValue]]:
     """Yield each value of a source with the name that DCP would give it. If a name occurs twice, the later value counts."""
     saved, table = source.catalog, source.catalog.tensors_table
-    yield from ((name, UnavailableValue(str(why))) for name, why in saved.unreadable.items())
+    for name, why in saved.unreadable.items():
+        yield name, _unavailable(name, str(why))
+    # Values that only DCP's planner can decode, such as pickled objects.
     for blob in np.flatnonzero(table.kind == TensorKind.BLOB).tolist():
-        name = opaque_value(table.names[blob])
-        if name is not None:
-            yield name, OpaqueValue(blob)
+        if (opaque := opaque_value(table.names[blob])) is not None:
+            yield opaque, DcpValue((opaque,), partial(_read_blob, source, blob, verify))
     values = open_values(source.storage, saved, saved.value_names, verify=verify)
     optimizers = numbered_optimizers(saved, {name: each.value for name, each in values.items()})
     for entry in saved.values_table:
-        value = _value_for_rank(entry.name, values[entry.name], group)
-        if isinstance(value, UnavailableValue):
-            yield entry.name, value
-            continue
+        value = values[entry.name].value
+        if entry.kind is ValueKind.PER_RANK:
+            if len(value) != group.size:
+                problem = (
+                    f"{entry.name}: saved by {plural(len(value), 'rank')}, wanted on {group.size}; load it with checkpoint.load "
+                    "and PerRank(value, combine=...)"
+                )
+                yield entry.name, _unavailable(entry.name, problem)
+                continue
+            value = value[group.rank]
         # The leaves of dicts, and of lists that hold dicts.
         path = key_path(entry.path)
         own = optimizers[optimizer_of(entry.name) or ""] if entry.kind is ValueKind.PARAM_GROUPS else None
-        leaves = [KeyedValue(at, part) for at, part in taken_apart(path, own.named(value) if own else value)]
+        leaves = list(taken_apart(path, own.named(value) if own else value))
         if own:
             # Two sets of names: by number (``param_groups.0.lr``) as above, and by parameter (``param_groups.w.lr``).
-            leaves += (KeyedValue((*path[:-1], name), part) for name, part in own.flat(value))
-        yield from ((leaf.name, leaf) for leaf in leaves)
-    yield from source.raw.items()
+            leaves += (((*path[:-1], name), part) for name, part in own.flat(value))
+        yield from ((name_of(at), DcpValue(at, partial(torch_saved, part))) for at, part in leaves)
+    yield from ((name, DcpValue(raw.path, partial(raw.read, source.storage))) for name, raw in source.raw.items())
 
 
-def _value_for_rank(name: str, saved: SavedValue, group: RankSet) -> Any:
-    """Return a saved value; for a `PerRank` value, that of this rank in the group.
+def _unavailable(name: str, problem: str) -> DcpValue:
+    def encoded() -> Buffer:
+        raise MismatchError(problem, [problem])
 
-    If a `PerRank` value was saved by another number of ranks, return an `UnavailableValue`.
-    """
-    if saved.kind is not ValueKind.PER_RANK:
-        return saved.value
-    if len(saved.value) != group.size:
-        return UnavailableValue(
-            f"{name}: saved by {plural(len(saved.value), 'rank')}, wanted on {group.size}; load it with checkpoint.load and "
-            "PerRank(value, combine=...)"
-        )
-    return saved.value[group.rank]
+    return DcpValue((name,), encoded)
 
 
-def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
+def _read_blob(source: Source, blob: int, verify: bool) -> Buffer:
+    return read_blobs(source.storage, source.catalog, [blob], verify)[0]
+
+
+def metadata_of(saved: Catalog, values: Mapping[str, DcpValue], path: Path) -> Metadata:
     """Convert the catalog of a source to the `Metadata` that DCP's planners use."""
     described: dict[str, Any] = {}
     for name in saved.names:
@@ -118,12 +110,9 @@ def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
         chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
         described[name] = TensorStorageMetadata(properties=properties, size=size, chunks=[chunk])
     described |= {name: BytesStorageMetadata() for name in values}
-    paths: dict[str, Any] = {
-        name: value.path if isinstance(value, KeyedValue | RawValue) else (name,) for name, value in values.items()
-    }
     return Metadata(
         state_dict_metadata=described,
-        planner_data={name: (name,) for name in saved.names} | paths,
+        planner_data={name: (name,) for name in saved.names} | {name: value.path for name, value in values.items()},
         storage_meta=StorageMeta(checkpoint_id=path, save_id=saved.save_id),
     )
 

@@ -22,15 +22,13 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.specs import TensorSpec, box_piece
 from ..core.report import summarize
 from ..engine.loading.load import LoadOptions, fetch, refuse_conflicts, resolve
-from ..engine.loading.saved_values import read_blobs
 from ..engine.loading.ties import conflicts
 from ..errors import MismatchError
 from ..format.columns import dtype_code
-from ..formats.dcp.values import torch_saved
-from ..formats.source import RawValue, Source, open_source
+from ..formats.source import Source, open_source
 from ..state.layouts import group_of
 from .arguments import Path, StorageFolder
-from .metadata import FORMATS_AS_SAVED, OpaqueValue, SavedItem, UnavailableValue, all_values, metadata_of
+from .metadata import FORMATS_AS_SAVED, DcpValue, all_values, metadata_of
 
 
 class ReshardReader(StorageFolder, StorageReader):
@@ -64,7 +62,7 @@ class ReshardReader(StorageFolder, StorageReader):
         self._process_group = process_group
         self._held = ExitStack()
         self._source: Source | None = None
-        self._values: dict[str, SavedItem] = {}
+        self._values: dict[str, DcpValue] = {}
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         self._go_to(checkpoint_id)
@@ -97,7 +95,7 @@ class ReshardReader(StorageFolder, StorageReader):
             self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, self._bytes(item.storage_index.fqn))
+                    planner.load_bytes(item, io.BytesIO(self._values[item.storage_index.fqn].encoded()))
         finally:
             self._close()
         future: Future[None] = Future()
@@ -119,17 +117,6 @@ class ReshardReader(StorageFolder, StorageReader):
         fetch(storage, saved, resolved, options)
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
-
-    def _bytes(self, name: str) -> io.BytesIO:
-        assert self._source is not None
-        value = self._values[name]
-        if isinstance(value, UnavailableValue):
-            raise MismatchError(value.problem, [value.problem])
-        if isinstance(value, RawValue):
-            return io.BytesIO(value.read(self._source.storage))
-        if isinstance(value, OpaqueValue):
-            return io.BytesIO(read_blobs(self._source.storage, self._source.catalog, [value.blob], self._verify)[0])
-        return io.BytesIO(torch_saved(value.value))
 
 
 def _target_spec(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:
