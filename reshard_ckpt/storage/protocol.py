@@ -57,7 +57,7 @@ class Hints:
     requests: int = 8
     read_bytes: int = 2 << 20
     part_bytes: int = 8 << 20
-    near_bytes: int = 64 << 10
+    near_bytes: int = 4 << 10
     has_locks: bool = True
     shows_unfinished: bool = True
     durable_on_finish: bool = False

@@ -33,7 +33,7 @@ class FunctionCall:
     state: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # so that it can be the key of a dict, whatever its state is
 class Instance:
     """An instance of a class, to be written to a pickle: its state is a dict of fields, or the argument of ``__setstate__``."""
 
@@ -46,13 +46,6 @@ class PersistentId:
     """A reference by persistent id, to be written to a pickle: the reader makes an object of it, such as a storage."""
 
     identity: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """A dict as key and value pairs, because a key may be an `Instance` with a dict, which cannot be hashed here."""
-
-    items: Collection[tuple[Any, Any]]
 
 
 def pickled(value: Any, reduced: Callable[[Any], Any] = lambda value: value) -> bytes:
@@ -99,8 +92,6 @@ class _Emitter:
                 self._sequence(b"](", value, b"e")
             case dict():
                 self._pairs(b"}", value.items())
-            case Pairs(items):
-                self._pairs(b"}", items)
             case FunctionCall(function, arguments, items, state):
                 self._sequence(b"", (function, arguments), b"R")
                 if items:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.formats.dcp.metadata import TABLE, read_metadata
 from reshard_ckpt.torchfile.pickle_reader import StandInObject, read_pickle
-from reshard_ckpt.torchfile.pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
+from reshard_ckpt.torchfile.pickle_writer import FunctionCall, Global, Instance, pickled
 from tests.damage import Calls
 from tests.tries import examples
 
@@ -170,7 +170,7 @@ def test_offsets_that_collide_are_refused_before_they_meet():
         for n in COLLIDING
     ]
     with pytest.raises(CorruptError, match="64 offsets of w have the same hash"):
-        read_metadata(_metadata({}, Pairs([(index, place) for index in indices])), name="m")
+        read_metadata(_metadata({}, dict.fromkeys(indices, place)), name="m")
 
 
 def test_keys_of_paths_that_collide_are_refused_before_they_meet():
@@ -188,8 +188,8 @@ def test_keys_of_paths_that_collide_are_refused_before_they_meet():
         ({"w": 3}, {}, "neither a tensor nor a value"),
         ({"w": _of("BytesStorageMetadata", {})}, {}, "'w'"),
         ({"w": _of("TensorStorageMetadata", {})}, {}, "'size'"),
-        ({}, Pairs([(_of("MetadataIndex", {"fqn": 3}), 1)]), "without a name"),
-        ({}, Pairs([(_of("MetadataIndex", {"fqn": "w"}), _of("StorageMeta", {}))]), "a StorageMeta where a _StorageInfo belongs"),
+        ({}, {_of("MetadataIndex", {"fqn": 3}): 1}, "without a name"),
+        ({}, {_of("MetadataIndex", {"fqn": "w"}): _of("StorageMeta", {})}, "a StorageMeta where a _StorageInfo belongs"),
     ],
 )
 def test_metadata_of_another_shape_are_an_error(state: Any, storage: Any, why: str):

@@ -78,8 +78,7 @@ def _lower_optimizer(optimizer: Any, tree: Any, parameters: Mapping[int, Any], l
     if not parts:
         return {}  # this rank trains nothing
     if all(hasattr(part, "gbuf_ranges") for part in parts):
-        leaves_of = tuple(DistributedLeaf(part, parameters, loading) for part in parts)
-        return leaves_of[0] if chained is None else ChainLeaf(leaves_of)
+        return DistributedLeaf(tuple(Member(part, parameters, loading) for part in parts))
     if len(parts) == 1 and parts[0] is not optimizer:
         return _lower_optimizer(parts[0], tree, parameters, loading)
     if any(getattr(getattr(part, "ddp_config", None), "use_megatron_fsdp", False) for part in parts):
@@ -112,8 +111,8 @@ class WholeLeaf(TreeLeaf):
 
 
 @dataclass(frozen=True)
-class DistributedLeaf(Leaf):
-    """A distributed optimizer in a tree. `parameters` has the `ShardedTensor` or factory of each parameter, by its `id`."""
+class Member:
+    """One distributed optimizer, alone or in a chain. `parameters` has the `ShardedTensor` or factory of each by its `id`."""
 
     optimizer: Any
     parameters: Mapping[int, Any]
@@ -135,6 +134,7 @@ class DistributedLeaf(Leaf):
         return [(p, start, _tensors(self.optimizer._get_main_param_and_optimizer_states(p))) for p, start in runs]
 
     def entries(self) -> Iterator[NamedShard]:
+        """Yield the shards of the state of this optimizer on this rank."""
         instance = getattr(self.optimizer, "distributed_optimizer_instance_id", 0)
         for parameter, start, states in self.states:
             sharded = self.parameters.get(id(parameter))
@@ -147,7 +147,8 @@ class DistributedLeaf(Leaf):
             for key, state in states.items():
                 yield from run_entries(sharded, parameter, f"{STATE}.{key}", state, start, instance)
 
-    def common(self) -> Any:
+    def common(self) -> dict[str, Any]:
+        """Return the common state of this optimizer."""
         try:
             return {**self.optimizer.state_dict(), SHARDING: FULLY_RESHARDABLE}
         except AssertionError as error:
@@ -155,12 +156,6 @@ class DistributedLeaf(Leaf):
                 f"the distributed optimizer's state_dict() failed ({error or 'an assertion'}), as before its first step; save "
                 "after it"
             ) from error
-
-    def problems(self, common: Any, at: str) -> list[str]:
-        return [] if _saved_parts(common) else [_lacking(at)]
-
-    def loaded(self, common: Any, loaded: Loaded) -> Any:
-        return Replacement(self.take(common, 0, 1))
 
     def take(self, common: Any, number: int, num: int) -> dict[str, Any]:
         """Give the optimizer its loaded state and its common state. Return its part of the common state.
@@ -185,10 +180,10 @@ class DistributedLeaf(Leaf):
 
 
 @dataclass(frozen=True)
-class ChainLeaf(Leaf):
-    """A chain of distributed optimizers in a tree. Megatron makes one if experts are parallel, or a chain of one."""
+class DistributedLeaf(Leaf):
+    """Distributed optimizers in a tree: one, or the members of a chain. Megatron makes a chain if experts are parallel."""
 
-    parts: tuple[DistributedLeaf, ...]
+    parts: tuple[Member, ...]
 
     def entries(self) -> Iterator[NamedShard]:
         return (entry for part in self.parts for entry in part.entries())
@@ -198,7 +193,7 @@ class ChainLeaf(Leaf):
         return found[0] if len(found) == 1 else dict(enumerate(found))
 
     def problems(self, common: Any, at: str) -> list[str]:
-        return self.parts[0].problems(common, at)
+        return [] if _saved_parts(common) else [_lacking(at)]
 
     def loaded(self, common: Any, loaded: Loaded) -> Any:
         taken = [part.take(common, i, len(self.parts)) for i, part in enumerate(self.parts)]
@@ -265,7 +260,7 @@ def unplaced_state(node: Node, catalog: Catalog) -> list[str]:
 
     Only parameters whose master weight this optimizer holds are looked at.
     """
-    leaves_of = [leaf for leaf in leaves(node, children) if isinstance(leaf, DistributedLeaf | ChainLeaf)]
+    leaves_of = [leaf for leaf in leaves(node, children) if isinstance(leaf, DistributedLeaf)]
     wanted = {entry.name for leaf in leaves_of for entry in leaf.entries()}
     if not wanted:
         return []

@@ -15,7 +15,7 @@ Only attributes are read; no class of Megatron is imported.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -26,6 +26,7 @@ import torch
 from ...plugins import FlatShard, Ints, LocalShard
 from ...plugins.errors import LayoutError, UnsupportedError, UsageError
 from ...plugins.placements import row_major_strides
+from ...plugins.trees import leaves
 from .names import checkpoint_key
 
 
@@ -181,7 +182,7 @@ def _run(part: Any, at: Ints, state: torch.Tensor, shape: Ints, start: int) -> F
 def _factory_cuts(factory: Any, prefix: str, parameter: torch.Tensor) -> list[tuple[Any, Ints]]:
     """Have a factory build the `ShardedTensor` objects of a parameter's state; return each with its corner in the parameter."""
     key, shape = f"{prefix}.{factory.key}", tuple(parameter.shape)
-    built = list(_sharded_tensors(built_by(factory, key, parameter.detach())))
+    built = _sharded_tensors(built_by(factory, key, parameter.detach()))
     if odd := next((part.key for part in built if not part.key.startswith(f"{prefix}.")), None):
         raise UnsupportedError(
             f"{key}: the factory of this parameter names its state {odd}, whatever key it is given, as if it were that; "
@@ -201,12 +202,8 @@ def built_by(factory: Any, key: str, data: torch.Tensor) -> Any:
     return factory.build_fn(key, data, factory.replica_id, getattr(factory, "flattened_range", None))
 
 
-def _sharded_tensors(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict | list):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from _sharded_tensors(child)
-    elif is_sharded_tensor(tree):
-        yield tree
+def _sharded_tensors(tree: Any) -> list[Any]:
+    return [leaf for leaf in leaves(tree) if is_sharded_tensor(leaf)]
 
 
 def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Ints]] | None:

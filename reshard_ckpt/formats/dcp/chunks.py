@@ -22,7 +22,7 @@ from itertools import islice
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.dtypes import TORCH_DTYPES
 from ...format.shard_file import parse_header
-from ...storage.protocol import DISK, Storage, read_range
+from ...storage.protocol import Storage, read_range
 from ...torchfile.bounds import FileBudget
 from ...torchfile.zip_records import ZIP_MAGIC
 from ..catalog_builder import CatalogBuilder
@@ -31,9 +31,6 @@ from .heads import HEAD_BYTES, LONG_HEAD_BYTES, HeadParser, HeadTooShort, Tensor
 from .metadata import Chunk, Extent, SavedTensor
 
 NAME = "dcp"
-
-NEAR_BYTES = 4 << 10
-"""Heads of chunks that are fewer bytes apart than this are read in one request."""
 
 WINDOW_BYTES = 1 << 20
 """The most bytes of one request that reads several heads of chunks."""
@@ -141,7 +138,7 @@ def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_
         storage.read_ranges([(window.file, window.low, [buffer]) for window, buffer in zip(batch, buffers, strict=True)])
         return buffers
 
-    windows = _windows(places, NEAR_BYTES if storage.hints.requests <= DISK.requests else storage.hints.near_bytes)
+    windows = _windows(places, storage.hints.near_bytes)
     threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
     under_way: deque[tuple[list[_Window], Future[list[memoryview]]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-heads") as pool:

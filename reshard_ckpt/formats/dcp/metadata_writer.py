@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.catalog.specs import Ints
 from ...format.files import digest128
-from ...torchfile.pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
+from ...torchfile.pickle_writer import FunctionCall, Global, Instance, pickled
 from .metadata import DCP_FILES, DCP_METADATA, Extent, SavedTensor
 from .names import KeyPath
 
@@ -34,19 +34,19 @@ def metadata_bytes(
     where
         The URL of the folder.
     """
-    stored = [
-        (_index(name, chunk.offsets, hint), _extent(chunk.extent))
+    stored = {
+        _index(name, chunk.offsets, hint): _extent(chunk.extent)
         for name, tensor in tensors.items()
         for hint, chunk in enumerate(tensor.chunks)
-    ]
-    stored += [(_index(name, None, None), _extent(extent)) for name, extent in values.items()]
+    }
+    stored |= {_index(name, None, None): _extent(extent) for name, extent in values.items()}
     fields = {
         "state_dict_metadata": {
             **{name: _tensor(tensor) for name, tensor in tensors.items()},
             **{name: _dcp("BytesStorageMetadata", {}) for name in values},
         },
         "planner_data": dict(paths),
-        "storage_data": Pairs(stored),
+        "storage_data": stored,
         "version": VERSION,
     }
     # The id follows from the content, so that any number of processes write the same bytes.
