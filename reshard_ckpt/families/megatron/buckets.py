@@ -24,7 +24,6 @@ from math import prod
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...plugins import CatalogBuilder, ForeignTensor, Part, Storage
 from ...plugins.errors import CorruptError, UnsupportedError
@@ -36,25 +35,6 @@ MayHold = Callable[[str, Part], bool]
 """A function of the prefix of a bucket's names and a chunk of the model: whether that chunk may lie in that bucket."""
 Claim = tuple[int, int]
 """The index of a parameter, and the index of one of its parts (boxes in a file)."""
-
-
-@dataclass(slots=True)
-class _Found:
-    """The chunks of the model that have been found in buckets so far.
-
-    Attributes
-    ----------
-    places
-        For each proved part: the prefix of its bucket, and its first element there.
-    masters
-        For each proved part: the SHA-256 of its master weights.
-    unproved
-        The parts that fit somewhere, but are not proved to lie there.
-    """
-
-    places: dict[Claim, tuple[str, int]] = field(default_factory=dict)
-    masters: dict[Claim, bytes] = field(default_factory=dict)
-    unproved: set[Claim] = field(default_factory=set)
 
 
 def name_buckets(builder: CatalogBuilder, storage: Storage, may_hold: MayHold = lambda prefix, part: True) -> None:
@@ -73,10 +53,10 @@ def name_buckets(builder: CatalogBuilder, storage: Storage, may_hold: MayHold = 
         buckets.setdefault(prefix, {})[key] = builder.tensors.pop(name)
     # buckets[prefix][key]: the tensor of one state, such as ``param`` or ``exp_avg``, in one bucket
     parameters = [tensor for name, tensor in builder.tensors.items() if name.startswith(f"{MODEL}.")]
-    found = _Found()
+    found = _Search(builder, storage, parameters, may_hold)
     for prefix, states in buckets.items():
         if MASTER in states:
-            _search(storage, builder, prefix, states[MASTER], parameters, found, may_hold)
+            found.search(prefix, states[MASTER])
     for i, parameter in enumerate(parameters):
         # A parameter is named only if all of its parts are proved.
         claims = [(i, j) for j in range(len(parameter.parts))]
@@ -96,71 +76,81 @@ def name_buckets(builder: CatalogBuilder, storage: Storage, may_hold: MayHold = 
                 builder.unreadable(link.name, error)
 
 
-def _search(
-    storage: Storage,
-    builder: CatalogBuilder,
-    prefix: str,
-    master: ForeignTensor,
-    parameters: Sequence[ForeignTensor],
-    found: _Found,
-    may_hold: MayHold,
-) -> None:
-    """Search the master weights of one bucket for every chunk of the model that may lie in it; add proved places to `found`."""
-    if sum(part.num_elements for part in master.parts) != prod(master.shape):
-        raise CorruptError(
-            f"{storage.url}: {master.name} of shape {master.shape} has parts of another size; use another checkpoint"
-        )
-    weights = torch.zeros(prod(master.shape), dtype=master.torch_dtype, device="cpu")
-    for part in master.parts:
-        data = torch.frombuffer(_bytes(storage, builder, part, master), dtype=weights.dtype)
-        weights[part.offsets[0] : part.offsets[0] + part.num_elements] = data
-    # weights: the bucket's master weights as one vector. rounded: their bytes in each dtype of the model.
-    # fits: by number of elements, the chunks that fit somewhere in the bucket, with the first elements of their places.
-    rounded: dict[str, bytes] = {}
-    fits: dict[int, list[tuple[Claim, list[int]]]] = {}
-    for i, parameter in enumerate(parameters):
-        if parameter.dtype not in rounded:
-            rounded[parameter.dtype] = weights.to(parameter.torch_dtype).view(torch.uint8).numpy().tobytes()
-        each = parameter.torch_dtype.itemsize
-        for j, part in ((j, part) for j, part in enumerate(parameter.parts) if may_hold(prefix, part)):
-            places = list(_places(rounded[parameter.dtype], bytes(_bytes(storage, builder, part, parameter)), each))
-            if places:
-                fits.setdefault(part.num_elements, []).append(((i, j), places))
-    # taken: elements where a chunk is proved to lie. doubtful: elements where a chunk may lie that is not proved.
-    # Larger chunks go first, because a small one can also fit by chance inside of a larger one.
-    taken, doubtful = np.zeros(weights.numel(), bool), np.zeros(weights.numel(), bool)
-    for size in sorted(fits, reverse=True):
-        _settle(size, fits[size], taken, doubtful, found, prefix, weights)
+@dataclass(slots=True)
+class _Search:
+    """The search for the chunks of the model in buckets, and the places that it has found so far.
 
+    Attributes
+    ----------
+    places
+        For each proved part: the prefix of its bucket, and its first element there.
+    masters
+        For each proved part: the SHA-256 of its master weights.
+    unproved
+        The parts that fit somewhere, but are not proved to lie there.
+    """
 
-def _settle(
-    size: int,
-    fits: Sequence[tuple[Claim, list[int]]],
-    taken: NDArray[np.bool_],
-    doubtful: NDArray[np.bool_],
-    found: _Found,
-    prefix: str,
-    weights: torch.Tensor,
-) -> None:
-    """Decide which chunks of one size are proved to lie in a bucket, and where; larger chunks have been decided before."""
-    free = [(claim, [at for at in places if not taken[at : at + size].any()]) for claim, places in fits]
-    # wanted[e]: how many candidate places, of all chunks of this size, cover element e
-    wanted = np.zeros(len(taken), np.int64)
-    for _, places in free:
-        for at in places:
-            wanted[at : at + size] += 1
-    for claim, places in free:
-        at = places[0] if places else 0
-        sure = len(places) == 1 and not doubtful[at : at + size].any() and (wanted[at : at + size] == 1).all()
-        if sure:
-            master = hashlib.sha256(weights[at : at + size].numpy().tobytes()).digest()
-            if found.masters.setdefault(claim, master) != master:
-                found.unproved.add(claim)
-            found.places.setdefault(claim, (prefix, at))
-        elif places:
-            found.unproved.add(claim)
-        for at in places:
-            (taken if sure else doubtful)[at : at + size] = True
+    builder: CatalogBuilder
+    storage: Storage
+    parameters: Sequence[ForeignTensor]
+    may_hold: MayHold
+    places: dict[Claim, tuple[str, int]] = field(default_factory=dict)
+    masters: dict[Claim, bytes] = field(default_factory=dict)
+    unproved: set[Claim] = field(default_factory=set)
+
+    def search(self, prefix: str, master: ForeignTensor) -> None:
+        """Search the master weights of one bucket for every chunk of the model that may lie in it; add proved places."""
+        if sum(part.num_elements for part in master.parts) != prod(master.shape):
+            raise CorruptError(
+                f"{self.storage.url}: {master.name} of shape {master.shape} has parts of another size; use another checkpoint"
+            )
+        weights = torch.zeros(prod(master.shape), dtype=master.torch_dtype, device="cpu")
+        for part in master.parts:
+            data = torch.frombuffer(self._bytes(part, master), dtype=weights.dtype)
+            weights[part.offsets[0] : part.offsets[0] + part.num_elements] = data
+        # weights: the bucket's master weights as one vector. rounded: their bytes in each dtype of the model.
+        # fits: by number of elements, the chunks that fit somewhere in the bucket, with the first elements of their places.
+        rounded: dict[str, bytes] = {}
+        fits: dict[int, list[tuple[Claim, list[int]]]] = {}
+        for i, parameter in enumerate(self.parameters):
+            if parameter.dtype not in rounded:
+                rounded[parameter.dtype] = weights.to(parameter.torch_dtype).view(torch.uint8).numpy().tobytes()
+            each = parameter.torch_dtype.itemsize
+            for j, part in ((j, part) for j, part in enumerate(parameter.parts) if self.may_hold(prefix, part)):
+                places = list(_places(rounded[parameter.dtype], bytes(self._bytes(part, parameter)), each))
+                if places:
+                    fits.setdefault(part.num_elements, []).append(((i, j), places))
+        # taken: elements where a chunk is proved to lie. doubtful: elements where a chunk may lie that is not proved.
+        # Larger chunks go first, because a small one can also fit by chance inside of a larger one.
+        taken, doubtful = np.zeros(weights.numel(), bool), np.zeros(weights.numel(), bool)
+        for size in sorted(fits, reverse=True):
+            free = [(claim, [at for at in places if not taken[at : at + size].any()]) for claim, places in fits[size]]
+            # wanted[e]: how many candidate places, of all chunks of this size, cover element e
+            wanted = np.zeros(len(taken), np.int64)
+            for _, places in free:
+                for at in places:
+                    wanted[at : at + size] += 1
+            for claim, places in free:
+                at = places[0] if places else 0
+                sure = len(places) == 1 and not doubtful[at : at + size].any() and (wanted[at : at + size] == 1).all()
+                if sure:
+                    self._prove(claim, prefix, at, weights[at : at + size])
+                elif places:
+                    self.unproved.add(claim)
+                for at in places:
+                    (taken if sure else doubtful)[at : at + size] = True
+
+    def _prove(self, claim: Claim, prefix: str, at: int, weights: torch.Tensor) -> None:
+        """Note that a chunk is proved to lie in a bucket; a replica in another bucket must have the same master weights."""
+        master = hashlib.sha256(weights.numpy().tobytes()).digest()
+        if self.masters.setdefault(claim, master) != master:
+            self.unproved.add(claim)
+        self.places.setdefault(claim, (prefix, at))
+
+    def _bytes(self, part: Part, tensor: ForeignTensor) -> bytearray:
+        data = bytearray(part.num_elements * tensor.torch_dtype.itemsize)
+        self.storage.read_into(self.builder.files[part.file].key, part.offset, [memoryview(data)])
+        return data
 
 
 def _places(weights: bytes, chunk: bytes, each: int) -> Iterator[int]:
@@ -174,12 +164,6 @@ def _places(weights: bytes, chunk: bytes, each: int) -> Iterator[int]:
             count += 1
             yield at // each
         at = weights.find(chunk, at + 1)
-
-
-def _bytes(storage: Storage, builder: CatalogBuilder, part: Part, tensor: ForeignTensor) -> bytearray:
-    data = bytearray(part.num_elements * tensor.torch_dtype.itemsize)
-    storage.read_into(builder.files[part.file].key, part.offset, [memoryview(data)])
-    return data
 
 
 def _moved(

@@ -31,14 +31,15 @@ from .tree import (
     Loaded,
     Node,
     Replacement,
-    TreeLeaf,
     child_of,
     children,
     common_of,
     copied,
+    entries_of,
     loaded_of,
     lower,
     merged,
+    objects_of,
 )
 
 STATE = "optimizer.state"
@@ -78,7 +79,7 @@ def _lower_optimizer(optimizer: Any, tree: Any, parameters: Mapping[int, Any], l
     if not parts:
         return {}  # this rank trains nothing
     if all(hasattr(part, "gbuf_ranges") for part in parts):
-        return DistributedLeaf(tuple(Member(part, parameters, loading) for part in parts))
+        return _distributed([Member(part, parameters, loading) for part in parts])
     if len(parts) == 1 and parts[0] is not optimizer:
         return _lower_optimizer(parts[0], tree, parameters, loading)
     if any(getattr(getattr(part, "ddp_config", None), "use_megatron_fsdp", False) for part in parts):
@@ -87,27 +88,23 @@ def _lower_optimizer(optimizer: Any, tree: Any, parameters: Mapping[int, Any], l
             "reshard_ckpt.dcp.save"
         )
     made = optimizer.sharded_state_dict(tree, is_loading=loading)
-    return WholeLeaf(lower(made, loading=loading), optimizer)
+    return _whole(lower(made, loading=loading), optimizer)
 
 
-@dataclass(frozen=True)
-class WholeLeaf(TreeLeaf):
-    """An optimizer that holds whole parameters, and the tree that its ``sharded_state_dict`` returned."""
+def _whole(tree: Node, optimizer: Any) -> Leaf:
+    """Return the leaf of an optimizer that holds whole parameters, given the tree that its ``sharded_state_dict`` returned."""
 
-    optimizer: Any
-
-    def common(self) -> Any:
-        return common_of(self.tree)
-
-    def problems(self, common: Any, at: str) -> list[str]:
-        found = flatten(self.tree, children, (at,))
+    def problems(common: Any, at: str) -> list[str]:
+        found = flatten(tree, children, (at,))
         unsaved = (path for path, leaf in found if leaf.common() is not NOTHING and reduce(child_of, path[1:], common) is NOTHING)
         return [_lacking(name_of(path)) for path in unsaved]
 
-    def loaded(self, common: Any, loaded: Loaded) -> Any:
-        found = loaded_of(self.tree, common, loaded)
-        self.optimizer.load_state_dict(merged(copied(common), copied(found)))
+    def take(common: Any, loaded: Loaded) -> Any:
+        found = loaded_of(tree, common, loaded)
+        optimizer.load_state_dict(merged(copied(common), copied(found)))
         return found
+
+    return Leaf(tuple(entries_of(tree)), tuple(objects_of(tree)), lambda: common_of(tree), take, problems)
 
 
 @dataclass(frozen=True)
@@ -179,25 +176,20 @@ class Member:
         return own
 
 
-@dataclass(frozen=True)
 class DistributedLeaf(Leaf):
-    """Distributed optimizers in a tree: one, or the members of a chain. Megatron makes a chain if experts are parallel."""
+    """The leaf of distributed optimizers: one, or the members of a chain. Megatron makes a chain if experts are parallel."""
 
-    parts: tuple[Member, ...]
 
-    def entries(self) -> Iterator[NamedShard]:
-        return (entry for part in self.parts for entry in part.entries())
+def _distributed(members: Sequence[Member]) -> DistributedLeaf:
+    def one_or_all(parts: list[Any]) -> Any:
+        return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
-    def common(self) -> Any:
-        found = [part.common() for part in self.parts]
-        return found[0] if len(found) == 1 else dict(enumerate(found))
-
-    def problems(self, common: Any, at: str) -> list[str]:
-        return [] if _saved_parts(common) else [_lacking(at)]
-
-    def loaded(self, common: Any, loaded: Loaded) -> Any:
-        taken = [part.take(common, i, len(self.parts)) for i, part in enumerate(self.parts)]
-        return Replacement(taken[0] if len(taken) == 1 else dict(enumerate(taken)))
+    return DistributedLeaf(
+        tuple(entry for member in members for entry in member.entries()),
+        common=lambda: one_or_all([member.common() for member in members]),
+        loaded=lambda common, _: Replacement(one_or_all([m.take(common, i, len(members)) for i, m in enumerate(members)])),
+        problems=lambda common, at: [] if _saved_parts(common) else [_lacking(at)],
+    )
 
 
 def _saved_parts(common: Any) -> list[dict[str, Any]]:
@@ -261,7 +253,7 @@ def unplaced_state(node: Node, catalog: Catalog) -> list[str]:
     Only parameters whose master weight this optimizer holds are looked at.
     """
     leaves_of = [leaf for leaf in leaves(node, children) if isinstance(leaf, DistributedLeaf)]
-    wanted = {entry.name for leaf in leaves_of for entry in leaf.entries()}
+    wanted = {entry.name for leaf in leaves_of for entry in leaf.entries}
     if not wanted:
         return []
     # kinds: all states that the checkpoint has, such as ``exp_avg``; keys: parameters whose master this rank holds

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-import torch
-
 from ...plugins.errors import MismatchError, UsageError
 from ...plugins.names import name_of
 from ...plugins.trees import flatten, leaves, map_tree
@@ -36,118 +34,45 @@ class Loaded:
     """Objects that a load has read, by name; `absent` are the names of wanted tensors and objects that the checkpoint lacks."""
 
     values: Mapping[str, Any]
-    absent: frozenset[str] = frozenset()
+    absent: frozenset[str]
+
+    def value(self, name: str) -> Any:
+        """Return the loaded object of a name; `NOTHING` if the checkpoint lacks it."""
+        return NOTHING if name in self.absent else self.values[name]
 
 
-class Leaf:
-    """Base of the leaves of a lowered tree, with shards, objects, common state, and a value after a load. This leaf has none."""
-
-    def entries(self) -> Iterable[NamedShard]:
-        """Return the shards of this leaf."""
-        return ()
-
-    def objects(self) -> Iterable[ObjectLeaf]:
-        """Return the objects of this leaf."""
-        return ()
-
-    def common(self) -> Any:
-        """Return the common state of this leaf; `NOTHING` if it has none."""
-        return NOTHING
-
-    def problems(self, common: Any, at: str) -> list[str]:
-        """Return a line for each value that this leaf needs, and that the saved common state lacks; runs before anything changes.
-
-        Parameters
-        ----------
-        common
-            The common state that was saved at this place; `NOTHING` if there was none.
-        at
-            The path of this place, for messages.
-        """
-        return []
-
-    def loaded(self, common: Any, loaded: Loaded) -> Any:
-        """Return the value that replaces this leaf in the tree, once all tensors are loaded; `NOTHING` drops the leaf.
-
-        Parameters
-        ----------
-        common
-            The common state that was saved at this place; `NOTHING` if there was none.
-        """
-        return NOTHING
-
-
-@dataclass(frozen=True)
-class PlainLeaf(Leaf):
-    """A value of the common state; a load returns the saved one instead."""
-
-    value: Any
-
-    def common(self) -> Any:
-        return self.value
-
-
-@dataclass(frozen=True)
-class KeptLeaf(Leaf):
-    """A value that is not persistent: it is not saved, and a load returns it unchanged."""
-
-    value: Any
-
-    def loaded(self, common: Any, loaded: Loaded) -> Any:
-        return self.value
-
-
-@dataclass(frozen=True)
-class ObjectLeaf(Leaf):
-    """A `ShardedObject` in a lowered tree. `main` tells whether it is the replica that is saved."""
+@dataclass(frozen=True, slots=True)
+class ObjectPart:
+    """The name and value of a `ShardedObject`; `main` tells whether it is the replica that is saved."""
 
     name: str
     main: bool
     value: Any
 
-    def objects(self) -> Iterable[ObjectLeaf]:
-        return (self,)
-
-    def loaded(self, common: Any, loaded: Loaded) -> Any:
-        return NOTHING if self.name in loaded.absent else loaded.values[self.name]
-
 
 @dataclass(frozen=True)
-class TensorLeaf(Leaf):
-    """A `ShardedTensor` in a lowered tree: its shard, and the tensor over the same memory that a load puts into the result."""
+class Leaf:
+    """A leaf of a lowered tree. By default nothing is saved of it, and a load drops it from the tree.
 
-    entry: NamedShard
-    data: torch.Tensor
+    Attributes
+    ----------
+    entries, objects
+        The shards and the objects of this leaf.
+    common
+        Returns the common state of this leaf; `NOTHING` if it has none.
+    loaded
+        Returns the value that replaces this leaf in the tree, once all tensors are loaded; `NOTHING` drops the leaf. Called with
+        the common state that was saved at this place (`NOTHING` if there was none), and with the loaded objects.
+    problems
+        Returns a line for each value that this leaf needs, and that the saved common state lacks; runs before anything changes.
+        Called with the common state that was saved at this place, and with the path of the place, for messages.
+    """
 
-    def entries(self) -> Iterable[NamedShard]:
-        return (self.entry,)
-
-    def loaded(self, common: Any, loaded: Loaded) -> Any:
-        return NOTHING if self.entry.name in loaded.absent else self.data
-
-
-@dataclass(frozen=True)
-class TreeLeaf(Leaf):
-    """A leaf that was replaced by a lowered tree of its own, such as the tree that a factory built."""
-
-    tree: Node
-
-    def entries(self) -> Iterable[NamedShard]:
-        return entries_of(self.tree)
-
-    def objects(self) -> Iterable[ObjectLeaf]:
-        return objects_of(self.tree)
-
-
-@dataclass(frozen=True)
-class FactoryLeaf(TreeLeaf):
-    """The leaf of a factory: the lowered tree that the factory built. After a load, the factory merges the loaded tree."""
-
-    factory: Any
-
-    def loaded(self, common: Any, loaded: Loaded) -> Any:
-        names = {entry.name for entry in self.entries()} | {part.name for part in self.objects()}
-        return NOTHING if names & loaded.absent else self.factory.merge_fn(loaded_of(self.tree, NOTHING, loaded))
+    entries: tuple[NamedShard, ...] = ()
+    objects: tuple[ObjectPart, ...] = ()
+    common: Callable[[], Any] = lambda: NOTHING
+    loaded: Callable[[Any, Loaded], Any] = lambda common, loaded: NOTHING
+    problems: Callable[[Any, str], list[str]] = lambda common, at: []
 
 
 Node = dict[Any, Any] | list[Any] | Leaf
@@ -180,12 +105,14 @@ def lower(tree: Any, *, loading: bool, own: Callable[[Any], Node | None] = lambd
     if is_sharded_tensor(tree):
         return _lower_tensor(tree, loading)
     if is_factory(tree):
-        return FactoryLeaf(lower(built_by(tree, tree.key, tree.data), loading=loading), tree)
+        return _lower_factory(tree, loading)
     if is_sharded_object(tree):
-        return ObjectLeaf(object_name(tree), is_main(tree.replica_id), tree.data)
+        part = ObjectPart(object_name(tree), is_main(tree.replica_id), tree.data)
+        return Leaf(objects=(part,), loaded=lambda _, loaded: loaded.value(part.name))
     if is_local(tree):
-        return KeptLeaf(tree.unwrap())
-    return PlainLeaf(tree)
+        kept = tree.unwrap()
+        return Leaf(loaded=lambda *_: kept)
+    return Leaf(common=lambda: tree)
 
 
 def _lower_tensor(sharded: Any, loading: bool) -> Leaf:
@@ -197,7 +124,20 @@ def _lower_tensor(sharded: Any, loading: bool) -> Leaf:
             raise UsageError(f"{sharded.key}: this ShardedTensor has no data; set its `data`, or leave it out of the tree")
         sharded.init_data("cpu")
     data = plain(sharded.data)
-    return TensorLeaf(entry_of(sharded, data), data)
+    entry = entry_of(sharded, data)
+    return Leaf((entry,), loaded=lambda _, loaded: NOTHING if entry.name in loaded.absent else data)
+
+
+def _lower_factory(factory: Any, loading: bool) -> Leaf:
+    """Lower the tree that a factory builds. After a load, the factory merges the loaded tree."""
+    built = lower(built_by(factory, factory.key, factory.data), loading=loading)
+    entries, objects = tuple(entries_of(built)), tuple(objects_of(built))
+    names = {entry.name for entry in entries} | {part.name for part in objects}
+
+    def merge(common: Any, loaded: Loaded) -> Any:
+        return NOTHING if names & loaded.absent else factory.merge_fn(loaded_of(built, NOTHING, loaded))
+
+    return Leaf(entries, objects, loaded=merge)
 
 
 def children(node: Any) -> Iterable[tuple[Any, Any]] | None:
@@ -209,12 +149,12 @@ def children(node: Any) -> Iterable[tuple[Any, Any]] | None:
 
 def entries_of(node: Node) -> Iterator[NamedShard]:
     """Yield the shards of a lowered tree."""
-    return (entry for leaf in leaves(node, children) for entry in leaf.entries())
+    return (entry for leaf in leaves(node, children) for entry in leaf.entries)
 
 
-def objects_of(node: Node) -> Iterator[ObjectLeaf]:
+def objects_of(node: Node) -> Iterator[ObjectPart]:
     """Yield the objects of a lowered tree."""
-    return (part for leaf in leaves(node, children) for part in leaf.objects())
+    return (part for leaf in leaves(node, children) for part in leaf.objects)
 
 
 def common_of(node: Node) -> Any:
@@ -242,8 +182,9 @@ def loaded_of(node: Node, common: Any, loaded: Loaded) -> Any:
     if isinstance(node, dict):
         found = {k: v for k, child in node.items() if (v := loaded_of(child, child_of(common, k), loaded)) is not NOTHING}
         # The load brought the state into the form that the tree asks for, so the form key must say that one, not the saved one.
-        if _STATE in found and isinstance(form := node.get(SHARDING), PlainLeaf):
-            found[SHARDING] = form.value
+        form = node.get(SHARDING)
+        if _STATE in found and isinstance(form, Leaf) and (value := form.common()) is not NOTHING:
+            found[SHARDING] = value
         return found or NOTHING
     if isinstance(node, list):
         rest = [v for i, child in enumerate(node) if (v := loaded_of(child, child_of(common, i), loaded)) is not NOTHING]
