@@ -37,7 +37,7 @@ from ..storage import open_storage
 from ..storage.posix import FileLock, await_lock, lock_file
 
 FOLDER = "/dev/shm"
-SLOT_SUFFIX, GENERATION_SUFFIX = ".slot", ".gen"
+SLOT_SUFFIX, GENERATION_SUFFIX, _TEMPORARY_SUFFIX = ".slot", ".gen", ".tmp"
 _RUN = re.compile(r"[0-9a-f]{32}")
 _ALIVE = "alive"
 """Name of the file in a run's folder that each process of the run keeps locked (shared)."""
@@ -262,7 +262,7 @@ def write_atomically(path: Path, data: bytes, spare: Path | None = None) -> None
 
     If the file `spare` exists, it becomes the temporary file, so the memory that it has reserved is used.
     """
-    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}")
     try:
         if spare is not None:
             with suppress(FileNotFoundError):
@@ -275,6 +275,13 @@ def write_atomically(path: Path, data: bytes, spare: Path | None = None) -> None
     except OSError as error:
         own.unlink(missing_ok=True)
         raise StorageError(f"{path}: {error.strerror}") from error
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Delete the files that killed calls of `write_atomically` have left in a run's folder. No such call may be running there."""
+    for path in files_in(folder, _TEMPORARY_SUFFIX):
+        with suppress(OSError):  # it takes memory, and does no other harm
+            path.unlink()
 
 
 def free_bytes(folder: str) -> int:

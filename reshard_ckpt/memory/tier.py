@@ -45,7 +45,7 @@ from .generations import (
     reserve_generation,
     saves_of,
 )
-from .node import NoRoom, run_path
+from .node import NoRoom, remove_temporaries, run_path
 from .options import Memory
 from .persist import id_in
 from .pool import SlotPool, node_lock, remove_dead_slots
@@ -97,6 +97,8 @@ class Tier:
         self.pool, self._root = SlotPool(options, self.folder, timeout_s=timeout_s), root
         with suppress(NoRoom):  # each save tries again, and warns
             self.pool.enter(root)
+        if topology.leads(rank):  # it alone writes such files, and has written none yet
+            remove_temporaries(self.folder)
         self.attempt, self.num_skipped = 0, 0
         self._options, self._named_store, self._timeout_s, self._due = options, named_store, timeout_s, due
         self._links: Links | None = None

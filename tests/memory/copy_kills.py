@@ -147,6 +147,7 @@ def look_together(base: Path, least: int, rank: int) -> None:
         assert (again.step, is_state(into, step + 1, 1 - rank, 2)) == (step + 1, True)
     folder = run_path(str(base / NODES[rank]), str(base / "run"))
     assert len(list(folder.glob("*.slot"))) <= 6, list(folder.iterdir())
+    assert not list(folder.glob(".*")), list(folder.iterdir())
 
 
 def look(base: Path, victim: int) -> str:

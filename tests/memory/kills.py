@@ -79,6 +79,7 @@ def look(base: Path) -> str:
         assert again["w"].equal(whole(step + 1))
     folder = run_path(str(base / "memory"), str(base / "run"))
     assert len(list(folder.glob("*.slot"))) <= 3, list(folder.iterdir())
+    assert not list(folder.glob(".*")), list(folder.iterdir())
     return "" if found is None else found.tier
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
-from reshard_ckpt.errors import CheckpointNotFound, CorruptError
-from reshard_ckpt.memory import background
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError
+from reshard_ckpt.memory import background, node
 from reshard_ckpt.memory.generations import find_generations
 from reshard_ckpt.memory.node import run_path
 from reshard_ckpt.memory.offline import persist_held
@@ -102,6 +104,26 @@ def test_a_save_of_the_same_step_in_the_store_is_newer_though_the_job_died_befor
     killed(manager)
     with Manager(tmp_path, memory=memory) as manager:
         assert loaded(manager) == (5, "memory")
+
+
+def test_the_next_job_frees_the_memory_of_a_generation_file_whose_writer_was_killed(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+):
+    """The writer was killed before the rename, so its temporary file has the memory that was reserved for the generation file."""
+
+    def is_killed(*_: Any) -> None:
+        raise RuntimeError("killed")
+
+    folder = run_path(memory.folder, str(tmp_path))
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    with monkeypatch.context() as dying:
+        dying.setattr(node, "os", SimpleNamespace(**{**vars(os), "replace": is_killed}))
+        with pytest.raises(CheckpointError, match="killed"):
+            manager.async_save(1, state(1)).result()
+    killed(manager)
+    assert len([*folder.glob(".*.tmp")]) == 1
+    with Manager(tmp_path, memory=memory):
+        assert [*folder.glob(".*.tmp")] == []
 
 
 def three_steps(root: Path, memory: Memory) -> dict[int, str]:
