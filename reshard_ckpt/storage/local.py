@@ -122,7 +122,7 @@ class LocalStorage(Storage):
     def _folder(self, folders: Sequence[str], *, make: bool = False) -> Iterator[int]:
         """Open a folder below the root, and yield its descriptor. Symbolic links below the root are not followed."""
         if make and not os.path.isdir(self._root):
-            _make_root(self._root)
+            _make_root(os.path.realpath(self._root))  # a link to a folder that is not there yet
             self._is_root_durable = True
         with ExitStack() as stack:
             fd = stack.enter_context(_opened(self._root, FOLDER))

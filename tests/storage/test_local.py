@@ -96,8 +96,10 @@ def test_listing_does_not_enter_linked_folders(storage: LocalStorage, root: Path
     assert storage.list() == [("a/f", 1)]
 
 
-def test_the_root_itself_may_be_a_link(tmp_path: Path):
-    (tmp_path / "real").mkdir()
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_root_itself_may_be_a_link_also_to_a_folder_that_is_made_by_the_first_file(tmp_path: Path, is_there: bool):
+    if is_there:
+        (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     storage = LocalStorage(tmp_path / "link")
     put(storage, "d/f", b"data")
