@@ -28,8 +28,9 @@ from ..format.columns import TORCH_NAMES
 from ..format.dtypes import TORCH_DTYPES
 from ..format.files import CONVERT_LOCK
 from ..format.objects import names_kept
-from ..format.values import decode_value, encode_value
+from ..format.values import decode_value
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
+from ..formats.dcp.names import taken_apart
 from ..formats.destination import OutputFolder, new_file, new_folder, real_path
 from ..formats.huggingface import copy_side_files
 from ..formats.safetensors import lay_out, write_safetensors
@@ -69,7 +70,7 @@ class ConvertReport:
         Bytes of files that an earlier attempt had finished before it was killed, and that were kept.
     left_out
         Names of tensors and values that the checkpoint has and the result lacks. They were not selected, or lie outside of
-        `root`, or are values, which safetensors cannot hold, or are empty dicts, for which DCP has no entry.
+        `root`, or are values, which safetensors cannot hold, or are empty dicts or lists of these, for which DCP has no entry.
     """
 
     format: str
@@ -334,7 +335,7 @@ def _select(
     tensors, values = taken.tensors, [] if to == "safetensors" else taken.values
     nothing = set() if to == "reshard" else _places_of_others(catalog)  # other formats have one thing for each name
     # An entry for an empty dict is a sign to torch that the folder is of torch 2.3: its `dcp.load` then looks for other names.
-    empty = {one.name for one in catalog.values_table if one.data == encode_value({}, "")} if to == "dcp" else set()
+    empty = _without_entries(catalog) if to == "dcp" else set()
     values = [name for name in values if name not in nothing | empty]
     if not tensors and not values:
         found = taken if taken.values else selected
@@ -364,6 +365,12 @@ def _select(
         kept, out = (renamed(each, lambda name: name.removeprefix(f"{top}.")) for each in (kept, out))
     decoded = plain_values(source.storage, kept, kept.value_names, verify=verify)
     return _Conversion(source, kept, out, decoded, left_out, verify, report, comm, dequantizer, bool(applied))
+
+
+def _without_entries(catalog: Catalog) -> set[str]:
+    """Return the names of values for which a folder of DCP has no entry: empty dicts, and lists of nothing but these."""
+    small = ((one.name, one.data) for one in catalog.values_table if one.kind is ValueKind.PLAIN and one.data is not None)
+    return {name for name, data in small if next(taken_apart((), decode_value(data, name=name)), None) is None}
 
 
 def _places_of_others(catalog: Catalog) -> set[str]:

@@ -439,16 +439,18 @@ def test_a_checkpoint_with_others_in_its_folder_is_not_replaced(tmp_path: Path):
 def save_on_two(folder: str) -> None:
     """Rank 0 has a tensor and a value, where rank 1 has an empty dict and None."""
     own = {"t": {"w": torch.arange(3)}, "v": {"a": [1]}} if dist.get_rank() == 0 else {"t": {}, "v": None}
-    checkpoint.save(f"{folder}/n", {**own, "e": {}})
+    checkpoint.save(f"{folder}/n", {**own, "e": {}, "l": [{}, [{}]]})
 
 
 def test_what_stands_for_things_of_other_ranks_is_not_written(tmp_path: Path):
     run_ranks(save_on_two, 2, str(tmp_path))
     for to in ("torch", "dcp", "reshard"):
         report = checkpoint.convert(tmp_path / "n", tmp_path / to, to=to)
-        assert report.left_out == (("e",) if to == "dcp" else ())
+        assert report.left_out == (("e", "l") if to == "dcp" else ())
         found = checkpoint.read(tmp_path / to)
-        assert (found["t.w"].tolist(), found["v.a"], found.get("e")) == ([0, 1, 2], [1], None if to == "dcp" else {})
+        empty = (None, None) if to == "dcp" else ({}, [{}, [{}]])
+        assert (found["t.w"].tolist(), found["v.a"], found.get("e"), found.get("l")) == ([0, 1, 2], [1], *empty)
+        assert report.num_values == (1 if to == "dcp" else 3 if to == "torch" else 5)
 
 
 def test_an_empty_folder_may_be_filled_and_a_scheme_may_not(tmp_path: Path):
