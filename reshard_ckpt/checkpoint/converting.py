@@ -264,7 +264,7 @@ def convert(
             conversion = replace(conversion, unstacked=take_apart(conversion.catalog, source.storage.url))
         identity = conversion.identity(to, max_bytes, unstack, form)
         agree_on_id(comm, identity)
-        above, file = locate(path_text(src))
+        above, file = locate(path_text(src), source.storage.hints.retry_s)
         with above:  # the folder of a source that is a file; its storage too is of that folder
             read = [real_path(source.storage.url if file is None else f"{above.url}/{file}")]
         if file is None:

@@ -355,7 +355,7 @@ def _open_foreign(
     path: str, storage: Storage, stack: ExitStack, formats: Formats, not_native: CheckpointNotFound
 ) -> Identified[Source]:
     url, is_listed = storage.url, isinstance(storage, ListedStorage)
-    folder, key = (storage, None) if is_listed and storage.list() else locate(path)
+    folder, key = (storage, None) if is_listed and storage.list() else locate(path, storage.hints.retry_s)
     if key is None and is_listed and storage.size(CONVERT_LOCK) is not None:
         raise CheckpointNotFound(f"{url}: a conversion writes there now, or was killed; wait for its end, or run it again")
     if key is None:
@@ -377,8 +377,10 @@ def _open_foreign(
     return found
 
 
-def locate(path: str) -> tuple[Storage, str | None]:
+def locate(path: str, timeout_s: float = MOMENTS_S) -> tuple[Storage, str | None]:
     """Return the store of a path, and the key of the file that the path names; the key is None if the path is a folder.
+
+    `timeout_s` is that of `open_storage`.
 
     >>> _ = open_storage("memory://hub").publish("w.safetensors", b"")
     >>> storage, key = locate("memory://hub/w.safetensors")
@@ -389,10 +391,10 @@ def locate(path: str) -> tuple[Storage, str | None]:
     name = unquote(name) if path.startswith("file:") else name
     # open_storage raises if the parent is not a folder ("memory:/"), and `size` if a key cannot have the name: not a file.
     with suppress(CheckpointError):
-        storage = open_storage(above or ("/" if path.startswith("/") else "."))
+        storage = open_storage(above or ("/" if path.startswith("/") else "."), timeout_s=timeout_s)
         if storage.size(name) is not None:
             return storage, name
-    return open_storage(path), None
+    return open_storage(path, timeout_s=timeout_s), None
 
 
 def reading(storage: Storage, timeout_s: float = MOMENTS_S) -> AbstractContextManager[object]:

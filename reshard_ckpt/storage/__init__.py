@@ -163,7 +163,7 @@ def open_storage(path: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) 
 
 def open_below(storage: Storage, folder: str) -> Storage:
     """Open the store of a folder below another store. A `ListedStorage` passes on its list of names and sizes."""
-    below = open_storage(f"{storage.url}/{folder}")
+    below = open_storage(f"{storage.url}/{folder}", timeout_s=storage.hints.retry_s)
     return storage.below(folder, below) if isinstance(storage, ListedStorage) else below
 
 
@@ -185,7 +185,7 @@ def open_beside(storage: Storage, relative: str, key: str) -> Storage:
         inside = f"{place}/".startswith(f"{rest.rpartition('/')[0]}/") and "/" in rest
         if place.startswith(".") or (scheme in _OBJECTS and not inside):
             raise CorruptError(f"{storage.url}: refers to files at {relative!r}, outside of the run; use another checkpoint")
-        return open_storage(f"{scheme}://{place}")
+        return open_storage(f"{scheme}://{place}", timeout_s=storage.hints.retry_s)
     found = LocalStorage(os.path.normpath(os.path.join(rest, relative)))
     if found.size(key) is None:
         behind = LocalStorage(os.path.normpath(os.path.join(os.path.realpath(rest), relative)))

@@ -96,7 +96,7 @@ class ObjectStorage(Storage):
         self._first: dict[str, Version] = {}
         # Each request to S3 is signed together with the SHA-256 of its body, unless the environment says otherwise.
         unsigned = any(os.environ.get(name, "").lower() in ("1", "true", "on", "yes", "y") for name in _UNSIGNED)
-        self._hints = replace(HINTS, checks_uploads=scheme == "s3" and not unsigned)
+        self._hints = replace(HINTS, checks_uploads=scheme == "s3" and not unsigned, retry_s=timeout_s)
 
     @property
     def url(self) -> str:

@@ -52,6 +52,8 @@ class Hints:
         read them back.
     shares_files
         Whether several processes can write parts of one file (`Storage.write_at`).
+    retry_s
+        Seconds for which a request that keeps failing is repeated, also in stores that are opened beside or below this one.
     """
 
     requests: int = 8
@@ -63,6 +65,7 @@ class Hints:
     durable_on_finish: bool = False
     checks_uploads: bool = False
     shares_files: bool = True
+    retry_s: float = 120.0
 
 
 DISK = Hints()

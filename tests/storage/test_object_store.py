@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +18,7 @@ import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CorruptError, StorageError, UsageError
+from reshard_ckpt.formats.source import locate
 from reshard_ckpt.storage import (
     ABSENT,
     LocksUnsupported,
@@ -26,6 +27,7 @@ from reshard_ckpt.storage import (
     object_client,
     object_lease,
     object_store,
+    open_below,
     open_beside,
     open_storage,
     resolved_path,
@@ -364,6 +366,22 @@ def test_a_load_waits_for_a_server_that_is_away_no_longer_than_its_timeout(monke
     set_endpoint(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(StorageError, match=r"retry_timeout: 1s.*; look at the store and the network, then try again"):
         checkpoint.load("s3://bucket/run", {"w": torch.zeros(2)}, timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda step: open_beside(step, "../step_1", "f"),
+        lambda step: open_below(step, "a"),
+        lambda step: locate(step.url, step.hints.retry_s)[0],
+    ],
+    ids=["beside", "below", "located"],
+)
+def test_stores_near_another_one_wait_no_longer_than_it(monkeypatch: pytest.MonkeyPatch, opened: Callable[[Storage], Storage]):
+    set_endpoint(monkeypatch, "http://127.0.0.1:9")
+    near = opened(open_storage("s3://bucket/run/step_2", timeout_s=1))
+    with pytest.raises(StorageError, match="retry_timeout: 1s"):
+        near.read_into("f", 0, [memoryview(bytearray(1))])
 
 
 def test_a_process_that_was_forked_after_use_is_told(storage: Storage, monkeypatch: pytest.MonkeyPatch):

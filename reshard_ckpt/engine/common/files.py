@@ -130,7 +130,7 @@ def _what_is_there(storage: Storage) -> str:
     if checkpoints := sorted({key.removesuffix(f"/{CATALOG_KEY}") for key in keys if key.endswith(f"/{CATALOG_KEY}")}):
         return f"it holds the checkpoints {few(checkpoints)}; pass one of them"
     if not keys:
-        return f"nothing is there; {_steps_beside(storage.url)}check the path"
+        return f"nothing is there; {_steps_beside(storage)}check the path"
     if REMOVED_KEY in keys:
         return "it was removed, and its files stay for a while for those who read them; load another one"
     if any(SAVE_ID.fullmatch(key.split("/", 1)[0]) for key in keys):
@@ -138,12 +138,12 @@ def _what_is_there(storage: Storage) -> str:
     return f"{len(keys)} files ({few(keys, 3)}), but no {CATALOG_KEY}; check the path"
 
 
-def _steps_beside(url: str) -> str:
-    """Describe, for a message, the committed steps in the folder above a path; empty if there are none."""
-    above = url.rpartition("/")[0]
+def _steps_beside(storage: Storage) -> str:
+    """Describe, for a message, the committed steps in the folder above a store; empty if there are none."""
+    above = storage.url.rpartition("/")[0]
     if not above or above.endswith("/"):
         return ""
-    with open_storage(above) as root:
+    with open_storage(above, timeout_s=storage.hints.retry_s) as root:
         committed, _ = find_steps(root)
     return f"its run holds {name_steps(committed)}; " if committed else ""
 

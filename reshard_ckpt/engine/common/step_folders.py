@@ -311,7 +311,8 @@ def referred_by_others(storage: Storage) -> dict[str, str]:
         above, _, name = place.rpartition("/")
         if not name or above.endswith(":/"):  # memory://step_1 has nothing above it
             continue
-        with open_beside(open_storage(place), "..", f"{name}/{CATALOG_KEY}") as root:
+        beside = open_storage(place, timeout_s=storage.hints.retry_s)
+        with open_beside(beside, "..", f"{name}/{CATALOG_KEY}") as root:
             keys = needed_by_folders(root, {name}.__contains__)
         found |= {key.removeprefix(f"{name}/"): folder for key, folder in keys.items() if key.startswith(f"{name}/")}
     return found
