@@ -91,7 +91,8 @@ class Manager(RunSteps):
     on_failure, max_failures
         ``"raise"``: the next save raises the error of a background save that failed. ``"warn"``: all ranks warn of it alike when
         the next save begins, and training goes on; `failures` lists these errors, and the reports of saves count them. Once
-        ``max_failures`` saves in a row have failed, that is raised. ``save``, and ``result()`` of a handle, always raise.
+        ``max_failures`` saves in a row (by default 3) have failed, that is raised. ``save``, and ``result()`` of a handle,
+        always raise.
     incremental
         Each save writes only the blocks that changed since the step that was saved or loaded last; see ``base=`` of `save`.
     full_every
@@ -126,7 +127,7 @@ class Manager(RunSteps):
         max_overhead: float = MAX_OVERHEAD,
         target_pls: float | None = None,
         on_failure: str = "raise",
-        max_failures: int = 3,
+        max_failures: int | None = None,
         grace: str | float = "10min",
         incremental: bool = False,
         full_every: int = 10,
@@ -139,7 +140,7 @@ class Manager(RunSteps):
         names = StepNames((name,))
         self._rule = Retention(keep_last, keep_every, keep_best, best)
         self._num_ranks, rule = 1, None
-        if target_pls is not None or interval is not None:
+        if interval is not None or mtbf is not None or target_pls is not None:
             rule = interval_rule(
                 interval, mtbf, max_overhead, target_pls, lambda: self._num_ranks,
                 lambda: PRIOR_S if self._attempts is None else self._attempts.mtbf_s(),

@@ -10,7 +10,7 @@ from ..comm import Comm
 from ..comm.protocol import merge_of_all
 from ..core.report import check_choice, check_count
 from ..engine.saving.handle import SaveHandle, joint_error
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 
 
 class PendingSaves:
@@ -63,10 +63,15 @@ class ToleratedFailures:
         A line for each save that failed since the last one that was committed.
     """
 
-    def __init__(self, on_failure: str, max_failures: int) -> None:
+    def __init__(self, on_failure: str, max_failures: int | None) -> None:
         check_choice("on_failure", on_failure, ("raise", "warn"))
-        check_count("max_failures", max_failures, 1)
-        self.are_tolerated, self._max = on_failure == "warn", max_failures
+        if max_failures is not None and on_failure == "raise":
+            raise UsageError(
+                f"max_failures={max_failures!r}: is for on_failure='warn', and not for on_failure='raise', which raises each "
+                "failure; pass on_failure='warn', or leave max_failures= out"
+            )
+        self.are_tolerated, self._max = on_failure == "warn", 3 if max_failures is None else max_failures
+        check_count("max_failures", self._max, 1)
         self.in_a_row: list[str] = []
         self._over: list[tuple[int, str]] = []
         """The step of each save that is over and not yet compared, with its error; empty text for a committed one."""

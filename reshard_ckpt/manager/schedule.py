@@ -207,15 +207,15 @@ def interval_rule(
     Raises
     ------
     UsageError
-        An option is not a duration, or `max_overhead` or `target_pls` is not a share, or `target_pls` has no use.
+        An option is not a duration, or `max_overhead` or `target_pls` is not a share, or `mtbf` or `target_pls` has no use.
     """
-    if target_pls is not None:
-        if interval != "auto":
-            raise UsageError(f'target_pls={target_pls!r}: chooses the interval, so pass interval="auto" with it')
-        if not isinstance(target_pls, int | float) or isinstance(target_pls, bool) or not 0 < target_pls < 1:
-            raise UsageError(
-                f"target_pls={target_pls!r}: pass the portion of samples that may be lost, between 0 and 1, as in 0.01"
-            )
+    for name, value in (("mtbf", mtbf), ("target_pls", target_pls)):
+        if value is not None and interval != "auto":
+            what = f'chooses the interval, so pass interval="auto" with it, and not interval={interval!r}'
+            raise UsageError(f"{name}={value!r}: {what}")
+    is_share = isinstance(target_pls, int | float) and not isinstance(target_pls, bool) and 0 < target_pls < 1
+    if target_pls is not None and not is_share:
+        raise UsageError(f"target_pls={target_pls!r}: pass the portion of samples that may be lost, between 0 and 1, as in 0.01")
     if not isinstance(max_overhead, int | float) or isinstance(max_overhead, bool) or not 0 < max_overhead <= 1:
         raise UsageError(
             f"max_overhead={max_overhead!r}: pass the share of time that saves may cost, above 0 and at most 1, as in 0.035"

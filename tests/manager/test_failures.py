@@ -86,6 +86,8 @@ def test_the_options_are_checked(tmp_path: Path):
         Manager(tmp_path, on_failure="ignore")
     with pytest.raises(UsageError, match="max_failures=0"):
         Manager(tmp_path, on_failure="warn", max_failures=0)
+    with pytest.raises(UsageError, match="max_failures=2: is for on_failure='warn', and not for on_failure='raise'"):
+        Manager(tmp_path, max_failures=2)
 
 
 @on_ranks(2)

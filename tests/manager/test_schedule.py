@@ -234,6 +234,8 @@ def test_different_steps_on_ranks_are_a_named_error(tmp_path: Path):
         {"interval": "auto", "target_pls": 1.5},
         {"interval": "10min", "target_pls": 0.01},
         {"target_pls": 0.01},
+        {"interval": "10min", "mtbf": "6h"},
+        {"mtbf": "6h"},
     ],
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, object]):
