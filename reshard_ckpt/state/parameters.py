@@ -48,14 +48,13 @@ class Owner:
     """A parameter as the state holds it: its FQNs, the `key` of the module or dict that has it, and its row.
 
     The key is the whole name of a module, and the first key of the path of a dict. If only the parameter's name is known, `param`
-    and `row` are None. If it is a part of a flat parameter of FSDP1, `part` says which.
+    and `row` are None. If it is a part of a flat parameter of FSDP1, the row has a `FlatPart`.
     """
 
     param: torch.Tensor | None
     fqns: tuple[str, ...]
     key: str
     row: Entry | None
-    part: FlatPart | None = None
 
     @property
     def layout(self) -> Layout | None:
@@ -109,9 +108,9 @@ class Owners:
         for key, row in rows:
             fqn, param = row.name[len(key) + 1 :], row.value
             if type(param) is FlatPart and param.shard is not None:
-                inside, part = self._inside.setdefault(id(param.held_in), {}), param
-                fqns = inside[id(part)].fqns if id(part) in inside else ()
-                inside[id(part)] = Owner(part.tensor, (*fqns, fqn), key, row, part)
+                inside = self._inside.setdefault(id(param.held_in), {})
+                fqns = inside[id(param)].fqns if id(param) in inside else ()
+                inside[id(param)] = Owner(param.tensor, (*fqns, fqn), key, row)
                 continue
             if not isinstance(param, torch.Tensor):
                 param = param.held_in if type(param) is FlatPart else param.tensor
@@ -312,13 +311,14 @@ def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -
     slots: list[ParamSlot] = []
     flat: FlatState | None = None
     for key, owner, group in held:
-        if owner.row is not None and isinstance(owner.row.value, FlatPart) and not owner.row.value.tensor.numel():
+        part = owner.row.value if owner.row is not None and isinstance(owner.row.value, FlatPart) else None
+        if part is not None and not part.tensor.numel():
             continue  # FSDP1 gives this rank nothing of it, and so no gradient and no state
-        if owner.part is None:
+        if part is None or part.shard is None:
             slots.append(ParamSlot(state, key, owner, group))
         else:
             flat = flat or FlatState(state)
-            slots.append(ParamSlot(flat.entries, flat.add(key, owner.part), owner, group))
+            slots.append(ParamSlot(flat.entries, flat.add(key, part), owner, group))
     return tuple(slots), flat
 
 
