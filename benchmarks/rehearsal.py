@@ -38,7 +38,8 @@ import torch.distributed as dist
 from reshard_ckpt.comm import bounded
 from reshard_ckpt.comm.bounded import BoundedStore, StoreConnection
 from reshard_ckpt.comm.calls import call_of
-from reshard_ckpt.comm.node import Neighbours, Node, NodeComm
+from reshard_ckpt.comm.node import Neighbours, NodeComm
+from reshard_ckpt.comm.peers import Machine
 from reshard_ckpt.comm.wire import decode_frames
 from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.specs import TensorSpec
@@ -129,10 +130,12 @@ class Below:
         return [f"{self._prefix}/{one}" for one in key] if isinstance(key, list) else f"{self._prefix}/{key}"
 
 
-class Machine:
-    """Stands for `Peers`: the ranks of one machine."""
+class LastingMachine(Machine):
+    """The ranks of one machine, which do not end."""
 
     def __init__(self, first: int, size: int) -> None:
+        super().__init__(first, size)
+        self.is_known = True
         self._ranks = tuple(range(first, min(first + NODE, size)))
 
     def ranks(self, store: Any) -> tuple[int, ...]:
@@ -148,7 +151,7 @@ class Job0:
     def __init__(self, size: int) -> None:
         self.size, self.trace = size, list[tuple[str, tuple[Any, ...]]]()
         self.store, self.rank0_s = Store(self.trace), Counter[str]()
-        self.nodes = [Node(cast(Any, Machine(first, size)), is_known=True) for first in range(0, size, NODE)]
+        self.nodes = [LastingMachine(first, size) for first in range(0, size, NODE)]
         for node in self.nodes[1:]:
             near = Store()
             node.connection = StoreConnection(lambda _: None, near)

@@ -23,8 +23,8 @@ from torch.distributed import DistError
 from ..errors import PeerError
 from .bounded import BoundedStore, PollingWait, StoreConnection, bounded, holding, named_failure
 from .calls import did_not_arrive
-from .node import Neighbours, Node
-from .peers import Peers
+from .node import Neighbours
+from .peers import Machine
 
 REPLY_S = 120.0
 """Seconds: the limit for a reply that torch's client gets. Callers wait at most for their own `timeout_s` (`BoundedStore`)."""
@@ -54,7 +54,7 @@ class Home:
         self._lock = threading.Lock()
         self._connection, self._record = StoreConnection(self._connect), b""
         self._started: tuple[Any, bytes] | None = None
-        self._node = Node(Peers(rank, size))
+        self._machine = Machine(rank, size)
         self._has_met = False
 
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
@@ -68,7 +68,7 @@ class Home:
         with named_failure(f"{title}: the job's key-value store does not answer"):
             holding(self._lock, lambda: self._meet(title, timeout_s), timeout_s, f"{title}: the ranks did not meet")
             root = self._connection.open(timeout_s).below(self._nonce())
-        return root.below(name), Neighbours(self._node, root)
+        return root.below(name), Neighbours(self._machine, root)
 
     def _nonce(self) -> str:
         return self._record.partition(b" ")[0].decode()
@@ -94,11 +94,11 @@ class Home:
         else:
             client, record = self._find(meeting, title, timeout_s)
         if record != self._record:
-            self._record, self._node = record, Node(Peers(self._rank, self._size))
+            self._record, self._machine = record, Machine(self._rank, self._size)
         self._connection = StoreConnection(self._connect, client)
         root = self._connection.open(timeout_s).below(self._nonce())
         root.allow(timeout_s)
-        num_here = self._node.peers.arrive(root)
+        num_here = self._machine.arrive(root)
         if self._rank == 0:
             meeting.set(self._key, self._record)
         elif num_here == self._size and meeting.check([self._key]) and meeting.get(self._key) == self._record:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from torch.distributed import DistError
 
 from .bounded import BoundedStore, StoreConnection, Waiting, bounded
 from .payloads import KeyValueStore, Payloads
-from .peers import Peers
+from .peers import Machine
 from .store import INLINE, TOLD, StoreComm, call_let_pass
 from .wire import Frame, Refusal, decode_frames, encode_frames
 
@@ -47,28 +46,19 @@ _DIRECT, _LED = 1 << 20, 1 << 40
 in rank 0's store, `_LED` by the leader."""
 
 
-@dataclass(slots=True)
-class Node:
-    """The machine of this rank: its ranks, and the connection to the machine's store once this rank has joined it."""
-
-    peers: Peers
-    connection: StoreConnection | None = None
-    is_known: bool = False
-
-
 class Neighbours(NamedTuple):
     """The ranks on this machine, seen through one connection to rank 0's store."""
 
-    node: Node
+    machine: Machine
     store: BoundedStore
 
     def ended(self) -> frozenset[int]:
         """Return the ranks of this machine whose processes are known to have ended."""
-        return self.node.peers.ended(self.store)
+        return self.machine.ended(self.store)
 
     def ranks(self) -> tuple[int, ...]:
         """Return all ranks of this machine, ascending. All ranks of the group must have met in a session before."""
-        return self.node.peers.ranks(self.store)
+        return self.machine.ranks(self.store)
 
 
 def _serve() -> Any:
@@ -107,7 +97,7 @@ class NodeComm(StoreComm):
         self._use_node()
 
     def _use_node(self) -> None:
-        if self._neighbours is not None and (connection := self._neighbours.node.connection) is not None:
+        if self._neighbours is not None and (connection := self._neighbours.machine.connection) is not None:
             # A part of the time, so that a leader that hangs is named before others miss this rank too.
             self._near = connection.open(self._timeout_s / 4).below(self._name)
             self._leader, *self._others = self._ranks_near()
@@ -115,12 +105,12 @@ class NodeComm(StoreComm):
     def open(self, call: bytes, *, before: bytes = b"") -> bool:
         if not super().open(call, before=before):
             return False
-        if self._neighbours is not None and not self._neighbours.node.is_known:
+        if self._neighbours is not None and not self._neighbours.machine.is_known:
             with self._reachable():
-                self._join(self._neighbours.node, self._neighbours.store)
+                self._join(self._neighbours.machine, self._neighbours.store)
         return True
 
-    def _join(self, node: Node, root: BoundedStore) -> None:
+    def _join(self, machine: Machine, root: BoundedStore) -> None:
         """Start the store of this machine on its first rank, and connect the others.
 
         Starts none on rank 0's machine, on a machine with one rank, or before torch 2.8.
@@ -134,8 +124,8 @@ class NodeComm(StoreComm):
             else:
                 port = int(self._get_from(first, key, root))
                 client = bounded(partial(_connect, port), self._timeout_s, f"{self._title}: rank {first} did not answer")
-            node.connection = StoreConnection(_lost, client)
-        node.is_known = True
+            machine.connection = StoreConnection(_lost, client)
+        machine.is_known = True
         self._use_node()
 
     @contextmanager

@@ -13,19 +13,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from .bounded import StoreConnection
 from .payloads import KeyValueStore
 
 Ended = Callable[[], frozenset[int]]
 """A function that returns the ranks whose processes are known to have ended."""
 
 
-class Peers:
-    """The ranks of a process group that run on this machine, and whether their processes still live.
+class Machine:
+    """The machine of this rank: the ranks of the process group on it, and whether their processes still live.
 
     Each method takes the store with the group's keys, because the connection may have been replaced since the last call.
+
+    Attributes
+    ----------
+    connection
+        To the machine's own store, once this rank has joined that; see `comm.node`.
+    is_known
+        Whether it is known if the machine has a store of its own.
     """
 
     def __init__(self, rank: int, size: int) -> None:
+        self.connection: StoreConnection | None = None
+        self.is_known = False
         self._rank, self._size = rank, size
         self._key = f"on/{_machine()}"
         self._is_counted = self._is_complete = False

@@ -33,7 +33,7 @@ class Segment:
         self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self._fd, 0, size)  # without it, a write would be killed (SIGBUS) when memory runs out
-            memory = _map(self._fd, size)
+            memory = mmap.mmap(self._fd, size)
         except BaseException:
             os.close(self._fd)
             raise
@@ -60,7 +60,7 @@ def open_segment(address: bytes) -> torch.Tensor | None:
     try:
         if os.fstat(fd).st_size != size:
             return None
-        memory = _map(fd, size)
+        memory = mmap.mmap(fd, size)
     except OSError:
         return None
     finally:
@@ -68,10 +68,6 @@ def open_segment(address: bytes) -> torch.Tensor | None:
     if not secrets.compare_digest(memory[: len(token)], token):
         return None
     return torch.frombuffer(memory, dtype=torch.uint8)[_TOKEN_BYTES:]
-
-
-def _map(fd: int, size: int) -> mmap.mmap:
-    return mmap.mmap(fd, size)
 
 
 class SharedMemory(NamedTuple):

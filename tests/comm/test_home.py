@@ -22,7 +22,7 @@ from reshard_ckpt.comm.bounded import StoreConnection
 from reshard_ckpt.comm.calls import call_of
 from reshard_ckpt.comm.group import SessionCounter
 from reshard_ckpt.comm.home import Home
-from reshard_ckpt.comm.peers import Peers
+from reshard_ckpt.comm.peers import Machine
 from reshard_ckpt.comm.sessions import Place
 from reshard_ckpt.comm.wire import Refusal, decode_frames
 from reshard_ckpt.errors import PeerError
@@ -199,7 +199,7 @@ def test_a_foreign_message_is_a_named_error(data: bytes):
 def test_a_process_that_was_killed_has_ended_also_before_anybody_has_asked_for_it():
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         store = dist.HashStore()
-        peers = Peers(0, 3)
+        peers = Machine(0, 3)
         peers.arrive(store)
         began = peers_module._began(process.pid)
         store.append(peers._key, f"1:{process.pid}:{began} 2:{process.pid}:1 ".encode())

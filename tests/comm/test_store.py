@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from reshard_ckpt.comm import StoreComm, payloads
 from reshard_ckpt.comm import node as node_module
 from reshard_ckpt.comm import store as store_module
-from reshard_ckpt.comm.node import Node, NodeComm
+from reshard_ckpt.comm.node import NodeComm
+from reshard_ckpt.comm.peers import Machine
 from reshard_ckpt.comm.wire import Refusal
 from reshard_ckpt.errors import CorruptError, LayoutError, MismatchError, PeerError, StorageError
 from reshard_ckpt.storage import MissingKey
@@ -105,12 +106,12 @@ def program(comm: StoreComm, at: Callable[[int], None]) -> str:
 MACHINES = ([(0, 1, 2)], [(0,), (1, 2)])
 
 
-def joined(server: Server, machines: Sequence[Sequence[int]]) -> list[Node]:
+def joined(server: Server, machines: Sequence[Sequence[int]]) -> list[Machine]:
     """Return the nodes of these machines after a first session."""
     nodes = nodes_of(*machines)
     run_session(server, len(nodes), lambda comm: None, name="before", nodes=nodes)
     for node in nodes:
-        server.store.delete_key(f"node/{node.peers.ranks(server.store)[0]}")
+        server.store.delete_key(f"node/{node.ranks(server.store)[0]}")
     return nodes
 
 
@@ -291,7 +292,7 @@ def test_a_rank_that_waits_on_its_machine_while_rank_0_is_steps_ahead_leaves_not
 
 
 def check_program(
-    data: st.DataObject, size: int, calls: list[str], server: Server, nodes: Sequence[Node | None] = (None,) * 4
+    data: st.DataObject, size: int, calls: list[str], server: Server, nodes: Sequence[Machine | None] = (None,) * 4
 ) -> None:
     """Any program, and any ranks that fail anywhere in it, several at once too."""
     failures = data.draw(st.dictionaries(st.integers(0, size - 1), st.integers(0, len(calls)), max_size=2), label="failures")

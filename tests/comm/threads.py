@@ -12,7 +12,8 @@ from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.comm.bounded import BoundedStore
 from reshard_ckpt.comm.calls import call_of
 from reshard_ckpt.comm.group import SessionCounter
-from reshard_ckpt.comm.node import Neighbours, Node, NodeComm
+from reshard_ckpt.comm.node import Neighbours, NodeComm
+from reshard_ckpt.comm.peers import Machine
 from reshard_ckpt.comm.sessions import Place
 
 Body = Callable[[StoreComm], Any]
@@ -27,10 +28,11 @@ def run_together(function: Callable[[Any], object], items: Collection[Any]) -> N
         thread.join()
 
 
-class FakePeers:
+class LastingMachine(Machine):
     """The ranks of one machine, which do not end."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(ranks[0], len(ranks))
         self._ranks = tuple(ranks)
 
     def ranks(self, store: Any) -> tuple[int, ...]:
@@ -40,9 +42,9 @@ class FakePeers:
         return frozenset()
 
 
-def nodes_of(*machines: Sequence[int]) -> list[Node]:
-    """Return the node of each rank, given the ranks of each machine."""
-    by_rank = {rank: Node(FakePeers(ranks)) for ranks in machines for rank in ranks}  # type: ignore[arg-type]
+def nodes_of(*machines: Sequence[int]) -> list[Machine]:
+    """Return the machine of each rank, given the ranks of each machine."""
+    by_rank = {rank: LastingMachine(ranks) for ranks in machines for rank in ranks}
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
@@ -67,7 +69,7 @@ def run_session(
     call: Callable[[int], tuple[str, str]] = lambda rank: ("save", "/ckpt"),
     only: Collection[int] | None = None,
     wrap: Callable[[Any, int], Any] = lambda store, rank: store,
-    nodes: Sequence[Node | None] = (None,) * 99,
+    nodes: Sequence[Machine | None] = (None,) * 99,
 ) -> list[Any]:
     """What `body` returns or raises on each rank; None on those that do not take part (not in `only`)."""
     outcomes: list[Any] = [None] * size

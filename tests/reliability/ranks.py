@@ -18,8 +18,8 @@ import reshard_ckpt.comm.sessions as comm_module
 from reshard_ckpt.checkpoint import loading, saving
 from reshard_ckpt.comm.bounded import BoundedStore, StoreConnection
 from reshard_ckpt.comm.group import Group
-from reshard_ckpt.comm.node import Neighbours, Node
-from reshard_ckpt.comm.peers import Peers
+from reshard_ckpt.comm.node import Neighbours
+from reshard_ckpt.comm.peers import Machine
 from reshard_ckpt.comm.sessions import current_group
 from reshard_ckpt.engine.saving import agreement
 from reshard_ckpt.engine.saving.handle import SaveQueue
@@ -42,12 +42,12 @@ class SettledHome:
     """A home in a store that all ranks have already."""
 
     def __init__(self, connection: StoreConnection, rank: int, size: int) -> None:
-        self._connection, self._node = connection, Node(Peers(rank, size))
-        self._node.peers.arrive(connection.open(600).below("home"))
+        self._connection, self._machine = connection, Machine(rank, size)
+        self._machine.arrive(connection.open(600).below("home"))
 
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
         root = self._connection.open(timeout_s).below("home")
-        return root.below(name), Neighbours(self._node, root)
+        return root.below(name), Neighbours(self._machine, root)
 
 
 class Job:
