@@ -412,7 +412,7 @@ def at_once(call: Callable[[], Any]) -> Any:
     """Make a call in this thread, in place of `bounded._begin`: a store in memory does not wait."""
     made = bounded._Call(call)
     made.make()
-    made.done.release()
+    made.end()
     return made
 
 
