@@ -9,17 +9,12 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
-from pathlib import Path
+from collections.abc import Callable
 
-from ..comm.protocol import Comm
 from ..core.report import duration_s
 from ..engine.common.progress import LOGGER
 from ..errors import CheckpointError, UsageError
-from ..storage import open_storage
-from .generations import Generation, NodeImages
-from .persist import persist
+from .generations import Generation
 
 
 class PersistRule:
@@ -72,18 +67,14 @@ class Persisting:
 
     Parameters
     ----------
-    folder
-        The run's folder on this node.
-    own_keys
-        Keys of the files that this rank writes.
     path
         Path of the checkpoint in the store.
-    session
-        Opens messages between all ranks; the caller has made it, and the thread enters and leaves it.
+    write
+        Writes the generation there, in the thread. Returns whether the store lacked it.
     before
         The previous generation on its way to the store. This one waits until that one is done.
     then
-        Called at the end as ``then(is_stored, is_new)``: whether the store has the generation, and whether this call wrote it.
+        Called at the end as ``then(is_stored, is_new)``: whether the store has the generation, and the result of `write`.
 
     Attributes
     ----------
@@ -93,19 +84,14 @@ class Persisting:
 
     def __init__(
         self,
-        folder: Path,
         generation: Generation,
-        own_keys: Sequence[str],
         path: str,
-        session: AbstractContextManager[Comm],
+        write: Callable[[], bool],
         before: Persisting | None,
         then: Callable[[bool, bool], object],
-        *,
-        timeout_s: float,
-        grace_s: float,
     ) -> None:
-        self._folder, self.generation, self._own_keys, self._path = folder, generation, own_keys, path
-        self._session, self.before, self._then, self._timeout_s, self._grace_s = session, before, then, timeout_s, grace_s
+        self.generation, self.before = generation, before
+        self._path, self._write, self._then = path, write, then
         self._over = threading.Event()
         self._error: BaseException | None = None
         # Not a daemon thread: when the job ends, the interpreter waits for it, as for a save.
@@ -118,12 +104,7 @@ class Persisting:
             self.before = None
         is_new = False
         try:
-            with (
-                self._session as comm,
-                open_storage(self._path, timeout_s=self._timeout_s) as storage,
-                closing(NodeImages(self._folder, self.generation.save_id)) as images,
-            ):
-                is_new = persist(comm, images, self.generation, self._own_keys, storage, grace_s=self._grace_s)
+            is_new = self._write()
         except BaseException as error:
             self._error = error
             LOGGER.error("the save to %s is in memory, but not in the store: %s", self._path, error)

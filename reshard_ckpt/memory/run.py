@@ -7,7 +7,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from functools import partial
 from typing import Any
 
@@ -27,11 +27,11 @@ from ..engine.saving.options import SaveJob, SaveOptions
 from ..errors import StorageError, UsageError
 from ..storage import Storage, open_storage
 from .background import Persisting, PersistRule
-from .generations import Generation, drop_generations, find_generations
+from .generations import Generation, NodeImages, drop_generations, find_generations
 from .lineage_copy import drop_copy, keep_copy, read_copy
 from .node import node_id, remove_run, runs
 from .options import Memory
-from .persist import stored_save_id
+from .persist import persist, stored_save_id
 from .restore import Found, Restorable, find_newest, open_images
 from .tier import MemoryTarget, Tier
 from .topology import find_topology
@@ -256,6 +256,14 @@ class MemoryRun:
         if keys is None:
             keys = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
 
+        def write() -> bool:
+            with (
+                session as comm,
+                open_storage(path, timeout_s=self._timeout_s) as storage,
+                closing(NodeImages(self._folder, generation.save_id)) as images,
+            ):
+                return persist(comm, images, generation, keys, storage, grace_s=self._grace_s)
+
         def over(is_stored: bool, is_new: bool) -> None:
             self._tier.pool.unpin(generation.save_id)
             if is_stored:
@@ -264,10 +272,7 @@ class MemoryRun:
                 self._on_stored(generation.step)
 
         self._tier.pool.pin(generation.save_id)
-        self._writing = Persisting(
-            self._folder, generation, keys, path, session, self._writing, over,
-            timeout_s=self._timeout_s, grace_s=self._grace_s,
-        )  # fmt: skip
+        self._writing = Persisting(generation, path, write, self._writing, over)
         return self._writing
 
     def persist_found(self, found: Restorable) -> Persisting:

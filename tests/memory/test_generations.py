@@ -14,7 +14,8 @@ import pytest
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError
-from reshard_ckpt.memory import background, node
+from reshard_ckpt.memory import node
+from reshard_ckpt.memory import run as run_module
 from reshard_ckpt.memory.generations import find_generations
 from reshard_ckpt.memory.node import run_path
 from reshard_ckpt.memory.offline import persist_held
@@ -36,7 +37,7 @@ def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, memory: 
     go, both, whole, finish, wait_for = (
         threading.Event(),
         threading.Event(),
-        background.persist,
+        run_module.persist,
         MemoryTarget.finish,
         MemoryRun.wait_for,
     )
@@ -54,7 +55,7 @@ def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, memory: 
         (both if begins.pop() else threading.Event()).set()
 
     begins = [True, False]
-    monkeypatch.setattr(background, "persist", slow)
+    monkeypatch.setattr(run_module, "persist", slow)
     monkeypatch.setattr(MemoryTarget, "finish", finish_late)
     monkeypatch.setattr(MemoryRun, "wait_for", begun)
     ids = iter(["20260101T000000Z-ffffffff", "20260101T000000Z-00000000"])
@@ -259,7 +260,7 @@ def test_a_store_that_refuses_keeps_the_memory(tmp_path: Path, shm: Path, monkey
     manager = Manager(tmp_path, memory=memory, persist_every=1000)
     manager.async_save(1, state(1)).result()
     with monkeypatch.context() as patch:
-        patch.setattr(background, "persist", refused)
+        patch.setattr(run_module, "persist", refused)
         with pytest.warns(UserWarning, match="not in the store"), pytest.raises(Exception, match="was not written to"):
             manager.close()
     with Manager(tmp_path, memory=memory) as manager:

@@ -19,6 +19,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from reshard_ckpt.memory import background, node, offline, pool
+from reshard_ckpt.memory import run as run_module
 from reshard_ckpt.memory.generations import Generation, find_generations, keep_generation
 from reshard_ckpt.memory.node import node_id, run_path, user_folder
 from reshard_ckpt.memory.offline import drop_held, held_runs, persist_held
@@ -441,13 +442,13 @@ def test_hundreds_of_generations_stay_within_the_budget_and_drop_leaves_nothing(
 
 def test_pinned_generations_are_not_refilled(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
     go = threading.Event()
-    whole = background.persist
+    whole = run_module.persist
 
     def slow(*args: Any, **options: Any) -> None:
         go.wait()
         whole(*args, **options)
 
-    monkeypatch.setattr(background, "persist", slow)
+    monkeypatch.setattr(run_module, "persist", slow)
     memory = Memory(copies=0, folder=str(shm), generations=1)
     with Manager(tmp_path, memory=memory, persist_every=2) as manager:
         handles = [manager.async_save(step, state(step)) for step in (1, 2, 3)]
@@ -462,7 +463,7 @@ def test_pinned_generations_are_not_refilled(tmp_path: Path, shm: Path, monkeypa
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Have what goes to the store wait for an event, which also comes once somebody waits for it."""
-    go, whole, wait = threading.Event(), background.persist, MemoryRun.wait
+    go, whole, wait = threading.Event(), run_module.persist, MemoryRun.wait
 
     def slow(*args: Any, **options: Any) -> None:
         go.wait()
@@ -472,7 +473,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         go.set()
         wait(self)
 
-    monkeypatch.setattr(background, "persist", slow)
+    monkeypatch.setattr(run_module, "persist", slow)
     monkeypatch.setattr(MemoryRun, "wait", hurry)
     return go
 
