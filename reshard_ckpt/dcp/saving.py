@@ -88,16 +88,8 @@ def save(
         As `checkpoint.save`. All of these are torch's `CheckpointException` too.
     """
     if is_custom("storage_writer", storage_writer) or is_custom_planner(planner, saving=True):
-        done: Metadata = call_torch(
-            "save",
-            state_dict,
-            checkpoint_id,
-            storage_writer,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-        )
+        given = {"planner": planner, "process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
+        done: Metadata = call_torch("save", state_dict, checkpoint_id, storage_writer, **given)
         return done
     group = group_of(process_group, no_dist)
     path, form = _path_and_form(state_dict, checkpoint_id, storage_writer, group, use_collectives)
@@ -138,18 +130,9 @@ def async_save(
     kind = AsyncCheckpointerType(getattr(async_checkpointer_type, "value", async_checkpointer_type))
     own = [is_custom("storage_writer", storage_writer), is_custom("async_stager", async_stager)]
     if any(own) or is_custom_planner(planner, saving=True):
-        response: Future[Metadata] = call_torch(
-            "async_save",
-            state_dict,
-            checkpoint_id,
-            storage_writer,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-            async_stager=async_stager,
-            async_checkpointer_type=None if kind is AsyncCheckpointerType.THREAD else kind,
-        )
+        given = {"planner": planner, "process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
+        given |= {"async_stager": async_stager, "async_checkpointer_type": None if kind is AsyncCheckpointerType.THREAD else kind}
+        response: Future[Metadata] = call_torch("async_save", state_dict, checkpoint_id, storage_writer, **given)
         return response
     group = group_of(process_group, no_dist)
     path, form = _path_and_form(state_dict, checkpoint_id, storage_writer, group, use_collectives)
