@@ -55,6 +55,7 @@ class TrainerSaves(_Strategy):  # type: ignore[misc]
         self._removals: list[threading.Event] = []
         self._has_failed = False
 
+    loads_whole_files = False
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False
 
@@ -128,17 +129,18 @@ class TrainerSaves(_Strategy):  # type: ignore[misc]
         path = str(self.broadcast(checkpoint_path))
         is_fitting = self.lightning_module.trainer.state.fn == "fit"
         if not is_ours(path):
-            return self._load_of_lightning(path, weights_only, is_fitting)
+            content: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
+            if self.loads_whole_files:
+                super().load_model_state_dict(content, strict=self.lightning_module.strict_loading)
+                if is_fitting and OPTIMIZERS in content:
+                    super().load_optimizer_state_dict(content)
+            return content
         rest: dict[str, Any] = checkpoint.read(path, ["trainer"])["trainer"]
         state: dict[str, Any] = {"model": self.model}
         if is_fitting and OPTIMIZERS in rest and self.optimizers:
             state["optimizer"] = _one_or_all(self.optimizers)
         checkpoint.load(path, state, strict=self.lightning_module.strict_loading)
         return rest
-
-    def _load_of_lightning(self, path: str, weights_only: bool | None, is_fitting: bool) -> dict[str, Any]:
-        content: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
-        return content
 
     def load_model_state_dict(self, content: Mapping[str, Any], strict: bool = True) -> None:
         """Do nothing: `load_checkpoint` has loaded the model."""
@@ -169,13 +171,7 @@ class TrainerSaves(_Strategy):  # type: ignore[misc]
 class WholeFileLoads(TrainerSaves):
     """`TrainerSaves` for strategies such as DDP's, whose own checkpoint is one file with the whole state; that file loads too."""
 
-    def _load_of_lightning(self, path: str, weights_only: bool | None, is_fitting: bool) -> dict[str, Any]:
-        content = super()._load_of_lightning(path, weights_only, is_fitting)
-        of_lightning: Any = super(TrainerSaves, self)  # its own loads, which TrainerSaves leaves out
-        of_lightning.load_model_state_dict(content, strict=self.lightning_module.strict_loading)
-        if is_fitting and OPTIMIZERS in content:
-            of_lightning.load_optimizer_state_dict(content)
-        return content
+    loads_whole_files = True
 
 
 def is_ours(path: str) -> bool:
