@@ -19,9 +19,10 @@ import copy
 import logging
 import os
 import re
-import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -193,7 +194,7 @@ class Engine:
         self._info: Any = None
         self._values: dict[str, Any] = {}
         self._kept: frozenset[str] | None = None
-        self._changed: dict[str, Any] = {}
+        self._undo = ExitStack()
         self._running: _Running | None = None
         self.old: OldMethods | None = None
         _AT_EXIT.add(self)
@@ -296,17 +297,14 @@ class Engine:
     def _change(self, engine: Any, **attributes: Any) -> None:
         """Set attributes of the engine, and remember the old ones, so that `_set_back` can restore them."""
         for key, value in attributes.items():
-            self._changed[key] = vars(engine).get(key, _NOTHING)
+            if key in vars(engine):
+                self._undo.callback(setattr, engine, key, vars(engine)[key])
+            else:
+                self._undo.callback(vars(engine).pop, key, None)
             setattr(engine, key, value)
 
     def _set_back(self) -> None:
-        engine = self._engine()
-        for key, value in self._changed.items() if engine is not None else ():
-            if value is _NOTHING:
-                vars(engine).pop(key, None)
-            else:
-                setattr(engine, key, value)
-        self._changed = {}
+        self._undo.close()
         self._info = None
 
     def _begin(self, engine: Any) -> None:
@@ -325,7 +323,6 @@ class Engine:
             self._running.hold(hooks)
 
 
-_NOTHING = object()
 _AT_EXIT: weakref.WeakSet[Engine] = weakref.WeakSet()
 _LOGGER = logging.getLogger("reshard_ckpt")
 _LAZY: dict[str, Any] = {"staging": "lazy", "hold": "caller"}
@@ -347,8 +344,7 @@ class _Running:
     def __init__(self, info: Any, handle: checkpoint.SaveHandle, *, writes_latest: bool, timeout_s: float) -> None:
         self.info, self._handle, self._timeout_s = info, handle, timeout_s
         self._hook: Any = None
-        self._over = threading.Event()
-        self._error: BaseException | None = None
+        self._latest: Future[None] = Future()
         self._writes_latest = writes_latest
         handle.add_done_callback(self._after)
 
@@ -364,21 +360,19 @@ class _Running:
         try:
             if self._writes_latest and not handle.failed():
                 write_latest(self.info.save_dir, str(self.info.tag), timeout_s=self._timeout_s)
+            self._latest.set_result(None)
         except BaseException as error:
-            self._error = error
-        finally:
-            self._over.set()
+            self._latest.set_exception(error)
 
     def result(self) -> None:
         """Wait for the commit, and on rank 0 for the new ``latest``, if it is to be written; raise the error of either."""
         try:
             self._handle.result()
         finally:
-            self._over.wait()
+            self._latest.exception()  # waits, and raises nothing: an error of the save counts first
             if self._hook is not None:
                 self._hook.remove()
-        if self._error is not None:
-            raise self._error
+        self._latest.result()
 
 
 def write_latest(root: str, tag: str, *, timeout_s: float = 600.0) -> None:

@@ -16,12 +16,10 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from ...plugins import Catalog, CatalogBuilder, Format, Ints, Source, Storage
 from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.torchfile import FileReader, FileTensor, PickledTensor, TorchFile
-from .model_parallel import ModelParallelParts, Shard, TensorParallel
+from .model_parallel import ModelParallelParts, TensorParallel
 from .names import (
     LATEST,
     MASTER,
@@ -37,7 +35,6 @@ from .names import (
 from .pipeline import TIED, open_layers, params_of_fragments, tied_names
 from .places import (
     Params,
-    Runs,
     named_globally,
     open_state,
     placed_groups,
@@ -49,11 +46,8 @@ from .universal import add_universal
 from .values import (
     NOT_VALUES,
     OWN,
-    FlatNames,
-    KnownNames,
+    GroupTensors,
     StateAdder,
-    add_group,
-    add_runs,
     add_shard,
     add_whole,
     plain,
@@ -182,8 +176,7 @@ class _Tag:
     def _add_zero(self, mp: int, model: TorchFile) -> None:
         """Add the optimizer state in the files of one model-parallel rank, of all its data-parallel ranks, to the catalog."""
         params = self._params(mp, model)
-        kept: dict[tuple[int, int], list[Shard]] = {}  # by number of the group, and `expert_rank`
-        names: KnownNames = {}
+        known: dict[tuple[int, int], GroupTensors] = {}  # by number of the group, and `expert_rank`
         for dp in range(self._num_dp):
             file, state = self._optimizer_state(mp, dp)
             where = f"{self._where}: {file.key}"
@@ -202,11 +195,12 @@ class _Tag:
             for i, group in enumerate(opened.groups):
                 self._builder.of_step(file.key, f"step of group {i}", file.number(group.values.get("step")))
                 at = i, places[i].expert_rank if places else 0
-                if is_first := at not in kept:
-                    kept[at] = self._parts.shards(mp, group.params)
-                add_group(self._builder, file, group, kept[at], names, at)
+                if is_first := at not in known:
+                    known[at] = GroupTensors(self._builder, group.params, self._parts.shards(mp, group.params))
+                for key, tensor in group.tensors.items():
+                    known[at].add(file, key, tensor, group.runs)
                 if is_first:
-                    self._state.shared(file, group, kept[at])
+                    self._state.shared(file, group, known[at].shards)
             if dp == 0 or any(place.rank == 0 for place in places):
                 self._state.groups(file, opened.param_groups)
             if dp == 0 and mp == 0:
@@ -306,23 +300,19 @@ class _Tag:
         """Add frozen parameters of ZeRO-3; each rank has a stripe of them."""
         if not frozen:
             return
-        params = Params.of(frozen)
-        shards = self._parts.shards(mp, params)
+        shards = zip(frozen.items(), self._parts.shards(mp, Params.of(frozen)), strict=True)
+        alone = [GroupTensors(self._builder, Params.of({fqn: shape}), [shard]) for (fqn, shape), shard in shards]
         for dp in range(self._num_dp):
             file = self._reader.open(self._files.models[mp, dp])
             fragments = file.content.get("frozen_param_fragments") or {}
-            runs = striped_runs(params, self._num_dp, dp)
-            for i, start, count in zip(runs.param.tolist(), runs.start.tolist(), runs.count.tolist(), strict=True):
-                view = fragments.get(params.names[i])
-                if not isinstance(view, PickledTensor) or prod(view.shape) < count:
-                    raise CorruptError(
-                        f"{self._where}: {file.key} lacks its part of the frozen {params.names[i]}; use another copy"
-                    )
-                # One run: elements [start, start + count) of parameter i lie at the begin of the fragment.
-                run = Runs(*(np.array([n], np.int64) for n in (0, start, count, 0)))
-                only = Params.of({params.names[i]: params.shapes[i]})
-                names = FlatNames(self._builder, only, [shards[i]], MASTER, view.dtype)
-                add_runs(self._builder, file, names, view, run)
+            for tensors in alone:
+                runs, (fqn,) = striped_runs(tensors.params, self._num_dp, dp), tensors.params.names
+                view = fragments.get(fqn)
+                if not len(runs.param):
+                    continue
+                if not isinstance(view, PickledTensor) or prod(view.shape) < runs.end:
+                    raise CorruptError(f"{self._where}: {file.key} lacks its part of the frozen {fqn}; use another copy")
+                tensors.add(file, MASTER, view, runs)
 
     def _aliases(self, model: TorchFile, tensors: Mapping[str, PickledTensor]) -> dict[str, str]:
         """Map the second names of tied tensors to first names: pairs that rank 0 recorded, and tensors over the same memory."""

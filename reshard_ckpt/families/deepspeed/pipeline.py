@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from ...plugins import CatalogBuilder, Ints, Storage
+from ...plugins import CatalogBuilder, Ints, Storage, read_range
 from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.torchfile import FileReader, FileTensor, PickledTensor, attributes_of
 from .names import MODEL, Rank
 from .places import Params
-from .values import place_of
 from .without_zero import SAMPLE
 
 TIED = "tied_modules."
@@ -79,13 +78,15 @@ def _is_cast(builder: CatalogBuilder, storage: Storage, layer: FileTensor, name:
     size = prod(layer.view.shape)
     if not size or not layer.view.is_row_major:
         return False
+    tensor, dtype = builder.tensors[name], builder.tensors[name].torch_dtype
+    parts = [part for part in builder.parts(name) if part.lengths == tensor.shape]  # runs of the whole tensor
     for i in sorted({(size - 1) * k // (SAMPLE - 1) for k in range(SAMPLE)}):
-        place, data, dtype = place_of(builder, name, i), bytearray(8), builder.tensors[name].torch_dtype
-        if place is None:
+        part = next((part for part in parts if part.start <= i < part.start + part.num_elements), None)
+        if part is None:
             return False
-        key, offset = place
-        storage.read_into(key, offset, [memoryview(data)[: dtype.itemsize]])
-        cast = torch.frombuffer(data, dtype=dtype, count=1).to(layer.view.dtype)
+        offset = part.offset + (i - part.start) * dtype.itemsize
+        data = read_range(storage, builder.files[part.file].key, offset, dtype.itemsize)
+        cast = torch.frombuffer(data, dtype=dtype).to(layer.view.dtype)
         if not torch.equal(cast.view(torch.uint8), layer.file.elements(layer.view, i, 1).view(torch.uint8)):
             return False
     return True

@@ -64,13 +64,15 @@ class Params:
 class Runs:
     """The runs of parameters in a flat tensor, as columns.
 
-    Elements ``[start, start + count)`` of parameter number `param` lie in the flat tensor from element `at` on.
+    Elements ``[start, start + count)`` of parameter number `param` lie in the flat tensor from element `at` on. `length` is the
+    number of elements of the flat tensor with the padding at its end.
     """
 
     param: I64
     start: I64
     count: I64
     at: I64
+    length: int
 
     @property
     def end(self) -> int:
@@ -102,12 +104,7 @@ def packed_runs(params: Params, num_ranks: int, rank: int) -> Runs:
     low = np.maximum(first, rank * length)
     count = np.minimum(first + params.numel, (rank + 1) * length) - low
     here = np.flatnonzero(count > 0)
-    return Runs(here, (low - first)[here], count[here], low[here] - rank * length)
-
-
-def striped_length(params: Params, num_ranks: int) -> int:
-    """Return the total number of elements of one rank's stripes, with padding; it is the same on all ranks."""
-    return int((-(-params.numel // num_ranks)).sum())
+    return Runs(here, (low - first)[here], count[here], low[here] - rank * length, length)
 
 
 def striped_runs(params: Params, num_ranks: int, rank: int) -> Runs:
@@ -121,7 +118,7 @@ def striped_runs(params: Params, num_ranks: int, rank: int) -> Runs:
     stripe = -(-params.numel // num_ranks)
     count = np.minimum(params.numel - rank * stripe, stripe)
     here = np.flatnonzero(count > 0)
-    return Runs(here, (rank * stripe)[here], count[here], (np.cumsum(stripe) - stripe)[here])
+    return Runs(here, (rank * stripe)[here], count[here], (np.cumsum(stripe) - stripe)[here], int(stripe.sum()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +215,8 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | S
             raise CorruptError(f"{where}: its partition_count is {ranks!r}, but it is the file of rank {place}; use another copy")
         params = shape.with_gaps(gap)
         runs = (striped_runs if is_striped else packed_runs)(params, ranks, place)
-        length = (striped_length if is_striped else packed_length)(params, ranks)
         own = base[i] if is_elastic else base["state"].get(i, {})  # its number in torch's optimizer is its position
-        groups.append(_flat_group(params, runs, length, master, own, f"{where}: group {i}"))
+        groups.append(_flat_group(params, runs, master, own, f"{where}: group {i}"))
     # With ZeRO-3, a group of the optimizer has several flat groups, and lists their numbers. Otherwise it has one.
     found = [{}] * num if is_elastic else base["param_groups"]
     listed = [group["params"] for group in found] if is_striped else [[i] for i in range(num)]
@@ -235,24 +231,18 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | S
     return RankState(tuple(groups), param_groups, values, num_ranks)
 
 
-def _flat_group(params: Params, runs: Runs, length: int, master: Any, state: Mapping[str, Any], where: str) -> FlatGroup:
-    """Make the `FlatGroup` of a parameter group: divide its state into flat tensors and other values.
-
-    Parameters
-    ----------
-    length
-        The length of the group's flat tensors with padding; without the padding at the end, it is ``runs.end``.
-    """
+def _flat_group(params: Params, runs: Runs, master: Any, state: Mapping[str, Any], where: str) -> FlatGroup:
+    """Make the `FlatGroup` of a parameter group: divide its state into flat tensors and other values."""
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for key, value in {MASTER: master, **state}.items():
         shape = getattr(value, "shape", None)
         if shape is None or len(shape) == 0:
             values[key] = value
-        elif len(shape) == 1 and runs.end <= shape[0] <= length:
+        elif len(shape) == 1 and runs.end <= shape[0] <= runs.length:
             tensors[key] = value
         else:
-            needed = f"{runs.end} to {length} elements"
+            needed = f"{runs.end} to {runs.length} elements"
             if key == MASTER:
                 raise CorruptError(
                     f"{where}: its master weights have shape {tuple(shape)}, but {needed} follow from the shapes of its "

@@ -1,7 +1,7 @@
 """Adding the content of files to a catalog: runs in flat tensors, shards, state of parameters, groups, and values from pickles.
 
 1. Tensors are separated from values, and objects of DeepSpeed become dicts (`plain`).
-2. A part of a parameter is a shard of a tensor-parallel rank, or runs in flat tensors (`add_shard`, `add_runs`).
+2. A part of a parameter is a shard of a tensor-parallel rank, or runs in flat tensors (`add_shard`, `GroupTensors`).
 3. `StateAdder` adds an entry of the state, such as the step, once for each parameter, because all ranks have the same. Groups are
    collected from all files, and merged at the end. Other content is a tree; its tensors and values are added by their paths.
    Unreadable ones are listed with their errors.
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...plugins import CatalogBuilder, ValueKind
 from ...plugins.errors import CorruptError, UnsupportedError
@@ -90,86 +91,66 @@ def add_shard(
             builder.piece(name, file=number, offset=offset, offsets=segment.offsets, lengths=segment.lengths)
 
 
-def add_runs(builder: CatalogBuilder, file: TorchFile, names: FlatNames, tensor: PickledTensor, runs: Runs) -> None:
-    """Add to the catalog all parameters' runs in one flat tensor of a file."""
-    if not tensor.is_row_major:
-        raise CorruptError(f"{builder.where}: a flat tensor in {file.key} has strides {tensor.strides}; use another copy")
-    if not len(runs.param):
-        return
-    number, base, each = builder.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
-    # first[r], last[r]: the segments of run r's parameter; nearly every parameter has one, and one of another rank has none
-    first, last = (np.searchsorted(names.param, runs.param, side) for side in ("left", "right"))
-    for k in range(int((last - first).max())):
-        # here: the runs whose parameters have a segment number k; low, high: the elements of each run that lie in that segment
-        here = np.flatnonzero(first + k < last)
-        segment, start = first[here] + k, runs.start[here]
-        begin = names.at[segment]
-        low, high = np.maximum(start, begin), np.minimum(start + runs.count[here], begin + names.size[segment])
-        kept = low < high
-        columns = (
-            names.tensor[runs.param[here]],
-            names.box[segment],
-            low - begin,
-            high - low,
-            np.full(len(here), number),
-            base + (runs.at[here] + low - start) * each,
-        )
-        builder.rows(*(column[kept] for column in columns))
-
-
-def place_of(builder: CatalogBuilder, name: str, element: int) -> tuple[str, int] | None:
-    """Return the key of the file and the byte in it at which an element of a tensor lies.
-
-    `element` counts in row-major order. None means that the tensor is stored as several boxes, or lacks the element.
-    """
-    itemsize = builder.tensors[name].torch_dtype.itemsize
-    for part in builder.parts(name):
-        if part.lengths == builder.tensors[name].shape and part.start <= element < part.start + part.num_elements:
-            return builder.files[part.file].key, part.offset + (element - part.start) * itemsize
-    return None
-
-
-class FlatNames:
-    """The tensors of one key of a flat group: for each parameter the number of its tensor, and its segments as columns.
+class GroupTensors:
+    """The tensors of one flat group in a catalog, to which the flat tensors of all ranks' files are added.
 
     Attributes
     ----------
-    tensor
-        By parameter: the number of its tensor, -1 if the parameter is unreadable.
-    param, at, size, box
-        By segment, in order of parameters: the index of its parameter, its first element in that parameter's shard, the number of
-        its elements, and the number of its box.
+    params, shards
+        The parameters of the group, and the part of each that the files of one model-parallel rank hold.
     """
 
-    def __init__(self, builder: CatalogBuilder, params: Params, shards: Sequence[Shard], key: str, dtype: torch.dtype) -> None:
-        numbers, segments = [], []
-        for i, (fqn, shard) in enumerate(zip(params.names, shards, strict=True)):
-            link = None if key == MASTER else state_link(fqn, key)
-            name = parameter_name(fqn) if link is None else link.name
-            numbers.append(builder.tensor(name, dtype, shard.shape, link=link, again=True) if shard.readable else -1)
-            for one in shard.segments:
-                segments.append((i, one.at, prod(one.lengths), builder.box(one.offsets, one.lengths)))
-        self.tensor = np.array(numbers, np.int64)
-        self.param, self.at, self.size, self.box = np.array(segments, np.int64).reshape(-1, 4).T
+    def __init__(self, builder: CatalogBuilder, params: Params, shards: Sequence[Shard]) -> None:
+        self._builder, self.params, self.shards = builder, params, shards
+        # By segment, in order of parameters: the index of its parameter, its first element in that parameter's shard, the number
+        # of its elements, and the number of its box.
+        segments = [
+            (i, one.at, prod(one.lengths), builder.box(one.offsets, one.lengths))
+            for i, shard in enumerate(shards)
+            for one in shard.segments
+        ]
+        self._param, self._at, self._size, self._box = np.array(segments, np.int64).reshape(-1, 4).T
+        self._known: dict[tuple[str, torch.dtype], NDArray[np.int64]] = {}
 
+    def _numbers(self, key: str, dtype: torch.dtype) -> NDArray[np.int64]:
+        """Return by parameter the number of its tensor for one key of the state; -1 if the parameter is unreadable."""
+        if (key, dtype) not in self._known:
+            numbers = []
+            for fqn, shard in zip(self.params.names, self.shards, strict=True):
+                link = None if key == MASTER else state_link(fqn, key)
+                name = parameter_name(fqn) if link is None else link.name
+                numbers.append(self._builder.tensor(name, dtype, shard.shape, link=link, again=True) if shard.readable else -1)
+            self._known[key, dtype] = np.array(numbers, np.int64)
+        return self._known[key, dtype]
 
-KnownNames = dict[tuple[Any, str, torch.dtype], FlatNames]
-"""The tensors of a flat group, by the group, the key of the state and the dtype. They are the same in the files of all ranks."""
-
-
-def add_group(
-    builder: CatalogBuilder, file: TorchFile, group: FlatGroup, shards: Sequence[Shard], names: KnownNames, group_key: Any = None
-) -> None:
-    """Add the flat tensors of a group in one rank's file.
-
-    `names` keeps the numbers of the group's tensors in the catalog, for the files of other ranks. `group_key` must differ for
-    groups of other parameters.
-    """
-    for key, tensor in group.tensors.items():
-        at = group_key, key, tensor.dtype
-        if at not in names:
-            names[at] = FlatNames(builder, group.params, shards, key, at[2])
-        add_runs(builder, file, names[at], tensor, group.runs)
+    def add(self, file: TorchFile, key: str, tensor: PickledTensor, runs: Runs) -> None:
+        """Add all parameters' runs in one flat tensor of a file, which has this key of the state."""
+        numbers = self._numbers(key, tensor.dtype)
+        if not tensor.is_row_major:
+            raise CorruptError(
+                f"{self._builder.where}: a flat tensor in {file.key} has strides {tensor.strides}; use another copy"
+            )
+        if not len(runs.param):
+            return
+        number, base, each = self._builder.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
+        # first[r], last[r]: the segments of run r's parameter; nearly every parameter has one, and one of another rank has none
+        first, last = (np.searchsorted(self._param, runs.param, side) for side in ("left", "right"))
+        for k in range(int((last - first).max())):
+            # here: the runs whose parameters have a segment number k; low, high: the elements of each run in that segment
+            here = np.flatnonzero(first + k < last)
+            segment, start = first[here] + k, runs.start[here]
+            begin = self._at[segment]
+            low, high = np.maximum(start, begin), np.minimum(start + runs.count[here], begin + self._size[segment])
+            kept = low < high
+            columns = (
+                numbers[runs.param[here]],
+                self._box[segment],
+                low - begin,
+                high - low,
+                np.full(len(here), number),
+                base + (runs.at[here] + low - start) * each,
+            )
+            self._builder.rows(*(column[kept] for column in columns))
 
 
 class StateAdder:

@@ -25,7 +25,7 @@ from ...plugins.torchfile import FileTensor, PickledTensor, TorchFile
 from .model_parallel import ModelParallelParts
 from .names import OPTIMIZER, ROOT, parameter_name, state_link
 from .places import Params, open_state
-from .values import StateAdder, add_group, add_shard
+from .values import GroupTensors, StateAdder, add_shard
 
 SAMPLE = 64
 """The number of elements to compare at each of three places of a parameter, to prove its name by bytes."""
@@ -58,9 +58,10 @@ def add_without_zero(
         if params is not None:
             opened = open_state(params, state, 0, where)
             for group in opened.groups:
-                shards = parts.shards(mp, group.params)
-                add_group(adder.builder, model, group, shards, {})
-                adder.shared(model, group, shards)
+                tensors = GroupTensors(adder.builder, group.params, parts.shards(mp, group.params))
+                for key, tensor in group.tensors.items():
+                    tensors.add(model, key, tensor, group.runs)
+                adder.shared(model, group, tensors.shards)
             adder.groups(model, opened.param_groups)
             if mp == 0:
                 adder.tree(model, (ROOT, OPTIMIZER), opened.values)

@@ -86,6 +86,7 @@ def test_both_names_of_a_tied_weight_and_buffers_are_read(unpack: Unpack) -> Non
     assert torch.equal(found["model.out.weight"], found["model.emb.weight"])
     assert found["model.scale"].tolist() == [0, 1, 2]
     assert checkpoint.catalog(unpack("z3-fp32-tied")).tensor("model.out.weight").alias_of == "model.emb.weight"
+    assert checkpoint.catalog(unpack("p1-bf16-tied")).tensor("model.0.weight").alias_of == "model.tied_modules.emb.weight"
 
 
 def test_frozen_layers_that_look_like_a_tied_one_are_themselves(unpack: Unpack) -> None:
