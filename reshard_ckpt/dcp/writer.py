@@ -11,8 +11,8 @@ DCP calls these methods in this order. Only the names in its plans matter here:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -37,13 +37,6 @@ from .arguments import Path as Folder
 from .arguments import StorageFolder, check_collective, check_flattens, share_errors
 from .state_dicts import saving_form
 from .torch_errors import rank_prefix
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SaveTicket:
-    """The message that DCP's coordinator sends along with each rank's plan: the number of ranks that save."""
-
-    num_ranks: int
 
 
 class ReshardWriter(StorageFolder, StorageWriter):
@@ -95,7 +88,8 @@ class ReshardWriter(StorageFolder, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [dataclasses.replace(plan, storage_data=SaveTicket(len(plans))) for plan in plans]
+        # DCP's coordinator sends the number of ranks that save along with each rank's plan.
+        return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         group = self._group(plan.storage_data)
@@ -112,15 +106,15 @@ class ReshardWriter(StorageFolder, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.storage_meta = self.storage_meta()
 
-    def _group(self, ticket: object) -> Any:
+    def _group(self, num_ranks: object) -> Any:
         """Return the process group of the ranks that save. Refuse a group whose size is not the number of ranks in DCP's save."""
-        if not isinstance(ticket, SaveTicket):
+        if not isinstance(num_ranks, int):
             raise UnsupportedError("the plan is not one that this writer prepared; use the planner with this writer alone")
-        if ticket.num_ranks == 1:
+        if num_ranks == 1:
             return ALONE
-        if dist.get_world_size(self._process_group) != ticket.num_ranks:
+        if dist.get_world_size(self._process_group) != num_ranks:
             raise UsageError(
-                f"torch's save is called by {ticket.num_ranks} ranks, and ReshardWriter knows "
+                f"torch's save is called by {num_ranks} ranks, and ReshardWriter knows "
                 f"{dist.get_world_size(self._process_group)}; pass process_group= of the call to ReshardWriter too"
             )
         return self._process_group
