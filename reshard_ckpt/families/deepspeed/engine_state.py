@@ -21,7 +21,7 @@ from ...plugins.errors import UnsupportedError
 from ...plugins.groups import comparable, named_group
 from .model_parallel import Parallel, num_tensor_parallel
 from .names import MASTER, global_name, is_expert, num_local_experts
-from .places import Params, RankState, named_runs, open_state, striped_runs
+from .places import Params, RankState, open_state, striped_runs
 
 FLAT_OWNERS = (
     "single_partition_of_fp32_groups",  # ZeRO-1 and 2
@@ -187,15 +187,17 @@ class EngineState:
         if flat is None:
             yield from self._entries_apart()
             return
-        for fqn, key, shape, tensor, at, start, count in named_runs(flat):
-            if self._parallel.saves(fqn):
-                yield fqn, key, self._parallel.part(fqn, shape, tensor.detach()[at : at + count], start)
-        # Scalars such as the step belong to the group: repeat them for each of its parameters with elements on this rank.
         for group in flat.groups:
-            held = {group.params.names[i] for i in group.runs.param.tolist()}
-            for fqn in filter(self._parallel.saves, held):
-                for key, value in group.values.items():
-                    yield fqn, key, value.clone() if isinstance(value, torch.Tensor) else value
+            runs = group.runs
+            columns = (column.tolist() for column in (runs.param, runs.at, runs.start, runs.count))
+            for param, at, start, count in zip(*columns, strict=True):
+                fqn, shape = group.params.names[param], group.params.shapes[param]
+                if self._parallel.saves(fqn):
+                    for key, tensor in group.tensors.items():
+                        yield fqn, key, self._parallel.part(fqn, shape, tensor.detach()[at : at + count], start)
+                    # Scalars such as the step belong to the group: repeat them for each parameter with elements on this rank.
+                    for key, value in group.values.items():
+                        yield fqn, key, value.clone() if isinstance(value, torch.Tensor) else value
 
     def _entries_apart(self) -> Iterator[tuple[str, str, Any]]:
         """Yield state of an optimizer that does not flatten: torch's own state, and master weights, as FQN, key and part."""

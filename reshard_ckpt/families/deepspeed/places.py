@@ -18,7 +18,7 @@ live).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -259,18 +259,6 @@ def _check_lengths(where: str, num: int, **found: Sequence[Any]) -> None:
     for key, value in found.items():
         if len(value) != num:
             raise CorruptError(f"{where}: its optimizer has {num} flat groups, and {key} {len(value)}; use another copy")
-
-
-def named_runs(state: RankState) -> Iterator[tuple[str, str, Ints, Any, int, int, int]]:
-    """Yield each run of a parameter in each flat tensor, as (FQN, key, shape, tensor, at, start, count).
-
-    `shape` is the parameter's, `at` the run's first element in the flat tensor, `start` its first element in the parameter.
-    """
-    for group in state.groups:
-        columns = zip(*(c.tolist() for c in (group.runs.param, group.runs.at, group.runs.start, group.runs.count)), strict=True)
-        for param, at, start, count in columns:
-            for key, tensor in group.tensors.items():
-                yield group.params.names[param], key, group.params.shapes[param], tensor, at, start, count
 
 
 @dataclass(frozen=True, slots=True)
