@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from ..core.catalog.model import Catalog, TensorKind
 from ..core.catalog.names import groups_name, state_name
-from ..core.catalog.param_groups import Groups, Selection, are_groups
-from ..core.catalog.problems import no_place
+from ..core.catalog.param_groups import Groups, Selection, are_groups, comparable
+from ..core.catalog.problems import Problem, no_place
 from ..core.catalog.specs import StateLink
 from ..core.trees import leaves, map_tree
 from ..format.dtypes import TORCH_DTYPES
@@ -116,7 +116,7 @@ class OptimizersTarget:
         for key, of_key in names.items():
             value = existing.get(key)
             has_tensor = isinstance(value, TensorLike)
-            if not (has_tensor if key in lacking else of_key[-1] in self._saved):
+            if not (has_tensor if key in lacking else of_key[0] in self._saved and of_key[-1] in self._saved):
                 values[key] = of_key
                 continue
             if not has_tensor:
@@ -187,11 +187,17 @@ class OptimizersTarget:
             targets, fqns_of = [], []
             for group, members in view.groups:
                 targets.append(group)
-                fqns_of.append([next((fqn for fqn in owner.fqns if fqn in self._groups), owner.fqns[0]) for owner in members])
+                fqns_of.append([fqn for o in members for fqn in [fqn for fqn in o.fqns if fqn in self._groups] or o.fqns[:1]])
             selections = self._groups.select_all(fqns_of, name=f"{view.name}.param_groups", targets=targets)
             for group, selection in zip(targets, selections, strict=True):
                 problems += selection.problems
                 self._selections.append((view, group, selection))
+        for plan in self._plans:
+            for first, *others in plan.values.values():
+                for name in others:
+                    if {first, name} <= values.keys() and comparable(values[first]) != comparable(values[name]):
+                        what = f"tied to {first} in the state passed, but the checkpoint holds different values for them"
+                        problems.append(Problem(name, what))
         taken = {self.groups_name, *self.values}
         links = {value.name: value.link for value in self._catalog.values_table}
         for name in [name for name, value in values.items() if name not in taken and not is_nothing(value)]:

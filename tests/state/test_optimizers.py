@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -285,6 +286,29 @@ def test_state_of_a_tied_parameter_is_saved_under_each_name_once():
     tied = torch.optim.AdamW(model.parameters())
     load(saved, {"model": model, "optimizer": tied}, wanted=set())
     assert torch.equal(tied.state[model["a"].weight]["exp_avg"], position_values((3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "lr", "told"),
+    [
+        ((3.0, 3.0), 0.1, None),
+        ((3.0, 4.0), 0.1, r"optimizer.state.b.weight.step: tied to optimizer.state.a.weight.step .* different values"),
+        ((3.0, torch.tensor(3.0)), 0.1, r"optimizer.state.b.weight.step: missing value"),
+        ((3.0, 3.0), 0.2, r"draws from saved groups 0 \(a.weight\) and 1 \(b.weight\), whose lr differs"),
+    ],
+)
+def test_a_tied_parameter_takes_only_equal_values_of_its_names(steps: tuple[Any, Any], lr: float, told: str | None):
+    untied = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    optimizer = torch.optim.AdamW([{"params": [untied["a"].weight], "lr": 0.1}, {"params": [untied["b"].weight], "lr": lr}])
+    for key, step in zip("ab", steps, strict=True):
+        optimizer.state[untied[key].weight] = {"step": step}
+    saved = saved_of(untied, optimizer)
+    tied = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False)})
+    tied["b"] = tied["a"]
+    fresh = torch.optim.AdamW(tied.parameters())
+    with nullcontext() if told is None else pytest.raises(MismatchError, match=told):
+        load(saved, {"model": tied, "optimizer": fresh})
+    assert fresh.state == ({} if told else {tied["a"].weight: {"step": 3.0}})
 
 
 def test_an_optimizer_over_declared_shards_has_their_layout():
