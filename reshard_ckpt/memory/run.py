@@ -31,7 +31,7 @@ from .generations import Generation, NodeImages, drop_generations, find_generati
 from .lineage_copy import drop_copy, keep_copy, read_copy
 from .node import node_id, remove_run, runs
 from .options import Memory
-from .persist import persist, stored_save_id
+from .persist import is_older, persist, stored_save_id
 from .restore import Found, Restorable, find_newest, open_images
 from .tier import MemoryTarget, Tier
 from .topology import find_topology
@@ -194,8 +194,12 @@ class MemoryRun:
         return [held for held in find_generations(self._folder) if self._is_current(held) and not held.is_damaged]
 
     def catalogs(self) -> dict[int, Catalog]:
-        """Return the catalogs of the checkpoints that this node knows to be in memory, by step."""
-        return {generation.step: generation.decoded_catalog() for generation in self._known()}
+        """Return the catalogs of the checkpoints that this node knows to be in memory, by step.
+
+        A checkpoint is left out if the store has a newer save of its step: a job died before memory forgot the older one.
+        """
+        known = [held for held in self._known() if not is_older(held.save_id, held.older, self._stored_id(held.step))]
+        return {generation.step: generation.decoded_catalog() for generation in known}
 
     def async_save(self, step: int, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> SaveHandle:
         """Begin a save to memory, with the options of `checkpoint.async_save`. If some rank has no room, it goes to the store."""

@@ -85,15 +85,16 @@ def test_a_save_of_the_same_step_in_the_store_is_newer_though_the_job_died_befor
         dying.setattr(MemoryRun, "forget", lambda *_: False)
         dying.setattr(Tier, "_forget_older", lambda *_: None)
         if how == "save":
-            manager.save(5, state(5))
+            manager.save(5, state(5), metadata="newer")
         else:
             dying.setattr(Tier, "target", lambda *_: None)
-            manager.async_save(5, state(5)).result()
+            manager.async_save(5, state(5), metadata="newer").result()
     killed(manager)
     assert len(find_generations(run_path(memory.folder, str(tmp_path)))) == 1
     with pytest.raises(CheckpointNotFound, match="the store has a newer save of that step"):
         persist_held(str(tmp_path), memory.folder)
     with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        assert manager.metadata(5) == "newer"
         assert loaded(manager) == (5, "store")
         into = state(0)
         manager.load(5, into)
