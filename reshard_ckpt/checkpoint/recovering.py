@@ -30,8 +30,9 @@ from ..core.catalog.specs import ValueKind
 from ..core.planning.lost import lost_parts
 from ..core.report import LoadReport, few, summarize
 from ..engine.common.progress import LOGGER
-from ..engine.common.tensor_bytes import LocalTensor, public_call
+from ..engine.common.tensor_bytes import LocalTensor, memory_bytes, public_call
 from ..errors import CheckpointNotFound, CorruptError, LayoutError, MismatchError, UsageError
+from ..format.files import digest128
 from ..format.values import decode_value, encode_value
 from ..state.capture import Captured, Target, capture, prepare_load, walk_state
 from ..state.entries import Kind
@@ -77,12 +78,20 @@ class RecoveryReport:
 
 
 _TORN: set[tuple[int, int]] = set()
-"""Address and version counter of each tensor that a failed recovery has overwritten. A later write changes the version."""
+"""Address and version (`_version`) of each tensor that a failed recovery has overwritten. A later write changes the version."""
 
 
 def _versions(state: State) -> dict[int, int]:
     tensors = (memory for _, memory in capture(state, process_group=ALONE).tensors if memory.numel())
-    return {memory.data_ptr(): 0 if memory.is_inference() else memory._version for memory in tensors}
+    return {memory.data_ptr(): _version(memory) for memory in tensors}
+
+
+def _version(memory: torch.Tensor) -> int:
+    """Return a number that changes with each write: torch's version counter; for inference tensors, which have none, a digest."""
+    if not memory.is_inference():
+        return memory._version
+    held = memory.cpu().contiguous()  # by a name, because `memory_bytes` does not keep it alive
+    return int.from_bytes(digest128(memory_bytes(held)[: held.nbytes]), "little")
 
 
 class Recovery:

@@ -699,6 +699,23 @@ def test_overwritten_state_does_not_count_as_the_old_state_of_a_survivor(tmp_pat
         old = new
 
 
+@on_ranks(2)
+def test_overwritten_state_of_inference_tensors_does_not_count_as_alive(tmp_path: Path):
+    """torch counts no changes of such tensors."""
+    with torch.inference_mode():
+        state = {"w": torch.full((4,), 2.0), "step": 2}
+        checkpoint.save(tmp_path / "step_2", state)
+        state["w"].fill_(5)
+    state["step"] = 5 + dist.get_rank()  # they disagree, so all go back, which fails once tensors are overwritten
+    with fetch_fails(), pytest.raises(StorageError):
+        checkpoint.recover(state, alive=True, path=tmp_path / "step_2")
+    for went_back in ("no rank's state is alive", ""):
+        state["step"] = 5
+        report = checkpoint.recover(state, alive=True, path=tmp_path / "step_2")
+        assert went_back in report.went_back
+        assert bool(report.went_back) == bool(went_back)
+
+
 @on_ranks(3)
 def test_steps_are_compared_though_the_first_survivor_says_none():
     """The survivors hold different tensors."""
