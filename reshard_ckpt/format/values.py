@@ -147,6 +147,11 @@ def keys_of(steps: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(next(iter(step)) if isinstance(step, dict) else step for step in steps)
 
 
+def is_wrapped(key: Any) -> bool:
+    """Tell whether a saved key is a tuple around an index of a list, or around a key that looks like such a tuple."""
+    return type(key) is tuple and len(key) == 1 and (type(key[0]) is int or is_wrapped(key[0]))
+
+
 def decode_steps(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
     """Decode a path into steps, which also say into which kind of dict a key leads (`keys_of`).
 

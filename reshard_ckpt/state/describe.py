@@ -28,7 +28,7 @@ from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import LayoutError, NameCollisionError, UnsupportedError
 from ..format.columns import dtype_code
 from ..format.value_decode import FACTORIES
-from ..format.values import decode_path, encode_path, encode_value, keys_of
+from ..format.values import decode_path, encode_path, encode_value, is_wrapped, keys_of
 from .entries import Entry, Kind, Opaque
 from .layouts import Layout
 
@@ -65,13 +65,8 @@ def path_keys(path: Path) -> list[Any]:
         elif kind is Unwrapped:
             saved.append(str(step))
         else:
-            saved.append((step,) if kind is tuple and _is_wrapped(step) else step)
+            saved.append((step,) if kind is tuple and is_wrapped(step) else step)
     return saved
-
-
-def _is_wrapped(key: Any) -> bool:
-    """Tell whether a saved key is a tuple that `path_keys` has made: an index of a list, or a key that looks like one."""
-    return type(key) is tuple and len(key) == 1 and (type(key[0]) is int or _is_wrapped(key[0]))
 
 
 def own_key(step: Any) -> Any:
@@ -81,7 +76,7 @@ def own_key(step: Any) -> Any:
 
 def saved_path(keys: tuple[Any, ...]) -> Path:
     """Convert saved keys to the path that they were made from; the inverse of `path_keys`."""
-    return tuple(key if not _is_wrapped(key) else Index(key[0]) if type(key[0]) is int else key[0] for key in keys)
+    return tuple(key if not is_wrapped(key) else Index(key[0]) if type(key[0]) is int else key[0] for key in keys)
 
 
 def paths_of_values(catalog: Catalog) -> dict[str, Path]:

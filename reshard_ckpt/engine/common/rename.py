@@ -27,7 +27,7 @@ from ...core.catalog.specs import StateLink, ValueKind
 from ...core.planning.match import matches
 from ...core.report import check_text
 from ...errors import NameCollisionError, UsageError
-from ...format.values import decode_value, encode_path, encode_value
+from ...format.values import decode_steps, decode_value, encode_path, encode_value, is_wrapped, keys_of
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -232,7 +232,24 @@ def _renamed_value(
             value = replace(value, kind=ValueKind.PARAM_GROUPS, data=data, blobs=())
     if name == value.name:
         return value if link == value.link else replace(value, link=link)
-    return replace(value, name=name, path=encode_path(name.split(".")), link=link)
+    return replace(value, name=name, path=_renamed_path(value, name), link=link)
+
+
+def _renamed_path(value: ValueEntry, name: str) -> bytes:
+    """Encode the path of a value under a new name.
+
+    The last steps of its path stay, with the types of their keys, as far as the new name ends like the old one. A name before
+    them is divided at its dots.
+    """
+    steps = decode_steps(value.path)
+    keys = keys_of(steps)
+    texts = [str(key[0] if is_wrapped(key) else key) for key in keys]
+    for i in range(len(steps) if ".".join(texts) == value.name else 0):
+        tail = ".".join(texts[i:])
+        is_index = is_wrapped(keys[i]) and type(keys[i][0]) is int  # without the name of its list, an index is a key like others
+        if not is_index and (name == tail or name.endswith(f".{tail}")):
+            return encode_path([*name.removesuffix(tail).split(".")[:-1], *steps[i:]])
+    return encode_path(name.split("."))
 
 
 def without(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
