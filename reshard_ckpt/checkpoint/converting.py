@@ -204,7 +204,8 @@ def convert(
         each, such as ``layers.3.mlp.weight``.
     root
         Take only names below this one, and remove it from them. By default ``"model"`` for safetensors, which have no place for
-        anything else, and ``""``, which is everything, for other formats.
+        anything else, and ``""``, which is everything, for other formats. With ``to="torch"`` and ``root="model"``, the file is
+        the state dict of the model.
     select, exclude
         Names, which also stand for everything below them, or patterns: what to take (by default all), and what to leave out.
     rename
@@ -275,7 +276,8 @@ def convert(
                 # In an object store a file has one writer: rank 0.
                 writing = SoloComm() if is_object_path(place) else comm
                 if writing is comm or comm.rank == 0:
-                    write_torch(path, conversion.catalog, conversion.values, conversion.run_bytes, comm=writing)
+                    contents = conversion.catalog, conversion.values, conversion.run_bytes
+                    write_torch(path, *contents, is_part=bool(root), comm=writing)
             files, bytes_kept = [os.path.basename(place)], 0
         else:
             changes: Any = {"dequantized": conversion.is_dequantized, "dtypes": conversion.new_dtypes if cast else None}

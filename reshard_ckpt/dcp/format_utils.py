@@ -8,14 +8,19 @@ import torch
 
 from ..checkpoint import convert
 from ..errors import UnsupportedError
+from ..formats.dcp.names import MODEL
+from ..formats.source import open_source
 from .arguments import Path
+from .metadata import FORMATS_AS_SAVED
 from .saving import save
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
     """Write a checkpoint as one file for ``torch.load``, by one process and in bounded memory.
 
-    An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, with their names in ``param_names``.
+    An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, with their names in ``param_names``. If a
+    folder of DCP has the state dict of a model alone, so has the file. A model at the top beside other things comes below the key
+    ``model``.
 
     Parameters
     ----------
@@ -24,7 +29,10 @@ def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
     torch_save_path
         The file to write; a file there is replaced.
     """
-    convert(dcp_checkpoint_dir, torch_save_path, to="torch", overwrite=True)
+    with open_source(dcp_checkpoint_dir) as source, open_source(dcp_checkpoint_dir, FORMATS_AS_SAVED) as as_saved:
+        named, saved = ({*one.catalog.names, *one.catalog.value_names} for one in (source, as_saved))
+    is_model = named == {f"{MODEL}.{name}" for name in saved}
+    convert(dcp_checkpoint_dir, torch_save_path, to="torch", root=MODEL if is_model else None, overwrite=True)
 
 
 def torch_save_to_dcp(torch_save_path: Path, dcp_checkpoint_dir: Path) -> None:

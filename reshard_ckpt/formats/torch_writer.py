@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -36,7 +36,9 @@ from .source import BytesOf
 from .tensor_stream import in_natural_order
 
 
-def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, *, comm: Comm) -> None:
+def write_torch(
+    path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, *, is_part: bool = False, comm: Comm
+) -> None:
     """Write one file that ``torch.load(path, weights_only=True, mmap=True)`` reads, and make it durable.
 
     Parameters
@@ -45,6 +47,9 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         The path of the file, which must not exist.
     values
         All values of the catalog, by name.
+    is_part
+        Whether the catalog is the part of a state below one of its keys. The name of a tensor is then one key of the file, as
+        that of a parameter is in a module's state dict.
     comm
         The ranks that share the work, by tensors.
 
@@ -63,7 +68,7 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         )
         for index in in_natural_order(catalog)
     }
-    records = laid_out(*described_object(_state(catalog, values, tensors), path))
+    records = laid_out(*described_object(_state(catalog, values, tensors, _as_one_key if is_part else _path), path))
     # The data of each record are literal bytes, or those of a tensor of the catalog.
     parts = tuple(
         NewPart(None, 0, whole_record(record, data))
@@ -79,14 +84,22 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         write_files(comm, storage, [NewFile(name, parts, end)], bytes_of)
 
 
-def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, StreamedTensor]) -> dict[Any, Any]:
-    """Build the state as nested dicts: the keys of the state at the top, and below them the dotted names of modules."""
+def _state(
+    catalog: Catalog,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, StreamedTensor],
+    path_of: Callable[[str], tuple[str, ...]],
+) -> dict[Any, Any]:
+    """Build the state as nested dicts: the keys of the state at the top, and below them the dotted names of modules.
+
+    `path_of` returns the keys for the name of a tensor, or of a value that was in a list.
+    """
     optimizers = numbered_optimizers(catalog, values)
     links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
     root: dict[Any, Any] = {}
     for name, tensor in tensors.items():
-        # State of an optimizer goes to torch's numbered form, any other tensor below the first part of its name.
-        path = _path(name) if (link := links.get(name)) is None else optimizers[link.optimizer].path(link)
+        # State of an optimizer goes to torch's numbered form.
+        path = path_of(name) if (link := links.get(name)) is None else optimizers[link.optimizer].path(link)
         if path is not None:
             put(root, path, tensor)
     check_keys(decode_path(entry.path) for entry in catalog.values_table)
@@ -97,7 +110,7 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, St
         else:
             # A value has its own path, unless it was in a list: the list's other elements may be unknown, so use its name.
             own = saved_path(decode_path(entry.path))
-            path = _path(entry.name) if any(isinstance(key, Index) for key in own) else own
+            path = path_of(entry.name) if any(isinstance(key, Index) for key in own) else own
         if path is not None and entry.name not in groups:
             put(root, path, values[entry.name])
     # Groups last. An optimizer without state still needs an empty dict for it, else torch would not load it.
@@ -112,6 +125,10 @@ def _path(name: str) -> tuple[str, ...]:
     """Split a name at its first dot: the key of the state, and the name below it. A name without a dot is one key."""
     top, dot, rest = name.partition(".")
     return (top, rest) if dot else (name,)
+
+
+def _as_one_key(name: str) -> tuple[str, ...]:
+    return (name,)
 
 
 def _check_values(catalog: Catalog, values: Mapping[str, Any]) -> None:

@@ -165,6 +165,21 @@ def test_an_optimizer_that_was_saved_by_number_stays_so_in_a_torch_file(between:
         assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(found[number][key])) for key, value in state.items())
 
 
+def test_a_torch_file_of_a_part_is_what_the_file_of_all_has_below_its_key(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    extra = {"step": 7, "nested": {"a": [1, (2, "b")]}, "w.x.y": torch.ones(2), "many": [torch.ones(1), 3]}
+    checkpoint.save(tmp_path / "n", {"model": model, "optimizer": optimizer, "extra": extra})
+    checkpoint.convert(tmp_path / "n", tmp_path / "whole.pt", to="torch")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    for key, state in whole.items():
+        checkpoint.convert(tmp_path / "n", tmp_path / "part.pt", to="torch", root=key, overwrite=True)
+        part = torch.load(tmp_path / "part.pt", weights_only=True)
+        assert list(part) == list(state)
+        assert str(part) == str(state)
+        if key == "model":
+            model.load_state_dict(part)
+
+
 def test_a_torch_file_is_a_sound_zip_with_aligned_records(tmp_path: Path):
     state = {f"w{i}": values_of((i * 7 + 1,), "BF16", i) for i in range(9)} | {"none": torch.zeros(0, 4)}
     checkpoint.save(tmp_path / "n", {"model": state})
@@ -284,7 +299,7 @@ def test_what_is_chosen_renamed_and_cast_is_what_arrives(tmp_path: Path):
     assert_same(found["h.1.a"], tensors["layers.1.a"].to(torch.bfloat16))
     assert_same(found["h.2.a"], tensors["layers.2.a"].double())
     checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch", root="model.layers")
-    assert set(torch.load(tmp_path / "x.pt", weights_only=True)) == {"0", "1", "2", "10"}
+    assert set(torch.load(tmp_path / "x.pt", weights_only=True)) == {f"{i}.{n}" for i in (0, 1, 2, 10) for n in ("a", "b")}
     checkpoint.convert(tmp_path / "n", tmp_path / "r", to="reshard", root="model", exclude="*.b", cast={"*.1.a": "bfloat16"})
     assert checkpoint.catalog(tmp_path / "r").names == ("layers.0.a", "layers.1.a", "layers.10.a", "layers.2.a")
     assert_same(checkpoint.read(tmp_path / "r")["layers.1.a"], tensors["layers.1.a"].bfloat16())

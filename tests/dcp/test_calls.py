@@ -588,6 +588,9 @@ def test_torch_files_are_written_and_read_as_with_torchs_functions(tmp_path: Pat
         loaded = torch.load(tmp_path / f"{folder}.pt")
         assert torch.equal(loaded["model"].pop("a.w"), state["model"]["a.w"])
         assert loaded == {"model": {}, "step": 3, "list": [1, "x"]}
+    torch_dcp.save(state["model"], checkpoint_id=tmp_path / "model")
+    dcp.format_utils.dcp_to_torch_save(tmp_path / "model", tmp_path / "model.pt")
+    assert list(torch.load(tmp_path / "model.pt")) == ["a.w"]
     torch.save(state, tmp_path / "whole.pt")
     dcp.format_utils.torch_save_to_dcp(tmp_path / "whole.pt", tmp_path)  # beside other files
     target = {"model": {"a.w": torch.zeros(2, 3)}, "step": 0, "list": []}
