@@ -21,10 +21,7 @@ from ..core.catalog.specs import CODES, ValueKind, item_bytes_of
 from ..core.geometry.columns import columns_of
 from ..core.geometry.runs import I64, Mask
 from ..core.report import MAX_NAME_BYTES
-from .columns import MAX_MEMBERS
-
-MAX_DIMS = 32
-"""The most dims of a tensor, which is also the most columns of a matrix (`columns.MAX_COLUMNS`)."""
+from .columns import MAX_COLUMNS, MAX_MEMBERS
 
 MAX_BYTES = 2**62
 """The most bytes that a file or a tensor may have, so that sums of two such numbers still fit in an int64."""
@@ -145,8 +142,8 @@ def _files(catalog: Catalog) -> Iterator[str]:
 
 def _tensors(table: TensorTable, num_placements: int, num_rows: int) -> Iterator[str]:
     names, count, width = table.names, len(table.names), table.shape.shape[1]
-    if width > MAX_DIMS:
-        yield f"tensors have up to {width} dims, over the {MAX_DIMS} that are read"
+    if width > MAX_COLUMNS:
+        yield f"tensors have up to {width} dims, over the {MAX_COLUMNS} that are read"
     if not all(map(operator.lt, names, islice(names, 1, None))):
         yield "names of tensors are not in order, or one occurs twice"
     for label, column, low, high in (

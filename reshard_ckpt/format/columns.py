@@ -33,7 +33,7 @@ MAX_CELLS = 1 << 28
 """The most entries of a table's matrix (a column for each dim), to bound the memory of readers: as int64 they take 2 GiB."""
 
 MAX_COLUMNS = 32
-"""The most columns of a matrix; a matrix of very many rows may have half as many."""
+"""The most columns of a matrix, and so the most dims of a tensor; a matrix of very many rows may have half as many."""
 
 MAX_MEMBERS = 256
 """The most entries of a msgpack map or list other than a column."""

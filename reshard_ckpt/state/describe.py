@@ -26,7 +26,7 @@ from ..core.report import check_text
 from ..core.trees import Path, name_of
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import LayoutError, NameCollisionError, UnsupportedError
-from ..format.columns import dtype_code
+from ..format.columns import MAX_COLUMNS, dtype_code
 from ..format.value_decode import FACTORIES
 from ..format.values import decode_path, encode_path, encode_value, is_wrapped, keys_of
 from .entries import Entry, Kind, Opaque
@@ -270,6 +270,11 @@ class Describer:
         # fits: whether the placement names axes of the job's mesh
         fits = mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes))
         shape, strides = memory.shape, memory.stride()
+        if len(layout.shape) > MAX_COLUMNS:
+            raise UnsupportedError(
+                f"{row.name}: has {len(layout.shape)} dims, and a checkpoint holds tensors of up to {MAX_COLUMNS}; save it with "
+                "fewer, as tensor.flatten() has"
+            )
         extent = 0 if 0 in shape else 1 + sum(map(mul, shape, strides)) - sum(strides)
         pieces = layout.pieces(memory)
         part = _Part(layout, dtype_code(memory.dtype, row.name), pieces, layout.placement if fits else (), extent)

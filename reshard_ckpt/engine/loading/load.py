@@ -228,7 +228,8 @@ def verify_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[T
 def refuse_conflicts(lines: Sequence[str]) -> None:
     """Raise a `MismatchError` with the lines that `conflicts` returned, if there are any."""
     if lines:
-        raise MismatchError(summarize(lines, "untie them, or rename= one away"), lines)
+        advice = "untie them, or rename= one away; save and load a scheduler that holds them as checkpoint.Value(scheduler)"
+        raise MismatchError(summarize(lines, advice), lines)
 
 
 def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int], *, with_digests: bool = False) -> dict[int, Digests]:
