@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from ..core.planning.interval import MAX_OVERHEAD, Goodput, JobFigures, best_goodput
 from ..core.report import duration_s, plural
@@ -88,13 +89,15 @@ def goodput(
     read_gbps = write_gbps if read_gbps is None else read_gbps
     rates = {"write_gbps": write_gbps, "read_gbps": read_gbps, "copy_gbps": copy_gbps}
     for option, value in {"state_gb": state_gb, **rates, "nodes": nodes, "max_overhead": max_overhead}.items():
-        if not value > 0:
-            raise UsageError(f"{option}={value!r}: must be above 0")
-    for option, share in {"node_share": node_share, "double_share": double_share}.items():
+        if not 0 < value < inf:
+            raise UsageError(f"{option}={value!r}: pass a number above 0")
+    for option, share in {"node_share": node_share, "double_share": double_share, "max_overhead": max_overhead}.items():
         if not 0 <= share <= 1:
             raise UsageError(f"{option}={share!r}: a share is between 0 and 1")
-    if stall < 0 or (copies is not None and copies < 0):
-        raise UsageError(f"stall={stall!r}, copies={copies!r}: must not be below 0")
+    if not 0 <= stall < inf:
+        raise UsageError(f"stall={stall!r}: pass seconds, 0 or more")
+    if copies is not None and not 0 <= copies < nodes:
+        raise UsageError(f"copies={copies!r} with nodes={nodes!r}: copies lie on other nodes, so pass 0 or more, and more nodes")
     job = JobFigures(
         state_bytes=state_gb * GB,
         write_bytes_per_s=write_gbps * GB,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 _TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-_VALUE = rf"True\b|False\b|None\b|-?\d[\d.e+-]*\d|-?\d|{_TEXT}|\[[^\]]*\]|\{{[^}}]*\}}"
+_VALUE = rf"True\b|False\b|None\b|nan\b|-?inf\b|-?\d[\d.e+-]*\d|-?\d|{_TEXT}|\[[^\]]*\]|\{{[^}}]*\}}"
 _MENTION = re.compile(rf"(?<![\w.'\"-])([a-z_][a-z0-9_]*)=(?!=)({_VALUE})?")
 _SAFE = re.compile(r"[\w@%+=:,./-]+")
 _ELSEWHERE = re.compile(r"(?:\w\([^)]*|\b(?:save|saved|load) with(?:out)? )$")

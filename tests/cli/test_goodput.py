@@ -59,11 +59,17 @@ def test_text_says_intervals_causes_and_what_would_change_them(tmp_path: Path):
     assert "saves to memory" in picture
 
 
-@pytest.mark.parametrize("wrong", [("--mtbf", "often"), ("--state-gb", 0), ("--node-share", 2), ("--copies", -1), ("--nodes", 0)])
-def test_wrong_figures_are_wrong_use(wrong: tuple[str, object]):
-    shown = run("goodput", *ARGUMENTS, *wrong)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--mtbf often", "--state-gb 0.0", "--state-gb nan", "--write-gbps inf", "--stall nan", "--node-share 2.0",
+        "--max-overhead 2.0", "--copies -1", "--copies 64", "--nodes 0", "--nodes 1",
+    ],
+)  # fmt: skip
+def test_wrong_figures_are_wrong_use(wrong: str):
+    shown = run("goodput", *ARGUMENTS, *wrong.split())
     assert shown.code == 2
-    assert str(wrong[1]) in shown.err
+    assert wrong in shown.err
 
 
 def test_picture_of_another_kind_is_refused(tmp_path: Path):
