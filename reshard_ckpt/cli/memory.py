@@ -44,6 +44,9 @@ def memory(
     """
     from ..memory.offline import drop_held, held_runs, persist_held
 
+    if step is not None and action is not Action.persist:
+        why = "is for memory persist, and this action is for all steps of a run; leave it out"
+        raise UsageError(f"memory {action.value} step={step}: {why}")
     if action is Action.list:
         found = held_runs(root, folder)
         if as_json:

@@ -751,6 +751,9 @@ def test_the_commands_list_persist_and_drop(tmp_path: Path, memory: Memory, shm:
     assert run("memory", "persist", root, "--folder", shm, "--step", "2").code == 0
     assert_is_stored(root, 2)
     assert run("memory", "persist", root, "--folder", shm, "--step", "9").code == 1
+    for action in ("list", "drop"):  # `drop` took the other steps too
+        refused = run("memory", action, root, "--folder", shm, "--step", "2")
+        assert (refused.code, f"memory {action} --step 2: is for memory persist" in refused.err) == (2, True)
     assert run("memory", "drop", root, "--folder", shm).code == 0
     assert [path.name for path in user_folder(str(shm)).iterdir()] == ["node"]
     assert len(node_id(str(shm))) == 32
