@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.catalog.specs import CODES, Piece, Replication, TensorSpec
+from reshard_ckpt.core.catalog.specs import CODES, Piece, Replication, TensorSpec, item_bytes_of
+from reshard_ckpt.core.geometry.runs import as_boxes, volumes
 from reshard_ckpt.engine.loading.load import LoadOptions
 from reshard_ckpt.errors import LayoutError
 from reshard_ckpt.storage.memory import MemoryStorage
@@ -40,6 +41,12 @@ def test_what_is_saved_from_one_layout_loads_into_another(case: list[tuple[Layou
     ]
     storage = MemoryStorage("job")
     catalog = save_job(storage, ranks)
+    # Larger elements come first in a file, so each row begins at a multiple of its element.
+    assert not (catalog.rows.offset % item_bytes_of(catalog.tensors_table.dtype)[catalog.row_tensors]).any()
+    # A run that is a box is a row with a box of its own.
+    rows = catalog.rows.take(catalog.rows.count > 0)
+    lengths = catalog.boxes.lengths[rows.box]
+    assert (as_boxes(lengths, rows.start, rows.count)[0] == (rows.count == volumes(lengths))).all()
     for i, (saved, _, _) in enumerate(case):
         assert catalog.shape(catalog.index(f"t{i}")) == saved.shape
         assert sum(s.num_bytes for s in catalog.tensor(f"t{i}").shards) == prod(saved.shape) * whole[i].element_size()
