@@ -28,10 +28,11 @@ import msgpack
 import numpy as np
 import torch
 
-from ..engine.common.host_memory import PinnableMap, map_file, pin, reserve_file
+from ..engine.common.host_memory import PinnableMap, pin
 from ..errors import CorruptError, StorageError
 from ..format.files import digest128
 from ..storage.posix import lock_file
+from .mapping import map_file, reserve_file
 from .node import NoRoom
 
 MAGIC = b"RSHSLOT1"

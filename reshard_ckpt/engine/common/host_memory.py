@@ -16,9 +16,7 @@ the thread: with CUDA both calls make a context there.
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,10 +27,8 @@ import torch
 from ...comm.group import current_accelerator
 from .tensor_bytes import on_device
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_MAP_FIXED, _MADV_WIPEONFORK, _MADV_COLLAPSE = 0x10, 18, 25  # of Linux; Python 3.11 does not name them
+_LIBC = ctypes.CDLL(None)
+_MADV_WIPEONFORK = 18  # of Linux; Python 3.11 does not name it
 
 ALIGN_BYTES = 2 << 20
 """Size in bytes of a large page of memory."""
@@ -41,15 +37,16 @@ ALIGN_BYTES = 2 << 20
 def allocate(num_bytes: int, *, pinned: bool) -> torch.Tensor:
     """Allocate a 1-D uint8 host tensor that begins at a page and is rounded up to whole large pages; pinned if asked for."""
     size = max(-(-num_bytes // ALIGN_BYTES), 1) * ALIGN_BYTES
-    if not pinned:
-        mapping = map_private(size)
-    else:
-        mapping = None if _registrar() is None else map_private(size, PinnableMap)
-        if mapping is not None and not pin(memoryview(mapping)):
-            mapping = None
-    if mapping is None:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    if hasattr(mmap, "MAP_PRIVATE"):
+        mapping: Any = (PinnableMap if pinned else mmap.mmap)(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):
+                mapping.madvise(_MADV_WIPEONFORK)
+        if not pinned or pin(memoryview(mapping)):
+            return torch.frombuffer(mapping, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
 
 
 class Pool:
@@ -163,22 +160,6 @@ def _registrar() -> Registrar | None:
     return None if accelerator is None else REGISTRARS.get(accelerator.type)
 
 
-def map_private(num_bytes: int, kind: Any = mmap.mmap) -> Any:
-    """Map new memory that is private to this process, in large pages if the kernel has them.
-
-    Its bytes are zeros in a forked child. Return None on a system without private mappings.
-    """
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return None
-    mapping = kind(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        with suppress(OSError):
-            mapping.madvise(_MADV_WIPEONFORK)
-    return mapping
-
-
 def ask_for_large_pages(tensor: torch.Tensor) -> None:
     """Ask the kernel to back the memory of a contiguous host tensor by large pages; this helps only never written memory."""
     low = -(-tensor.data_ptr() // ALIGN_BYTES) * ALIGN_BYTES
@@ -189,55 +170,3 @@ def ask_for_large_pages(tensor: torch.Tensor) -> None:
     middle = low + size // ALIGN_BYTES // 2 * ALIGN_BYTES  # one page stands for all of them
     if _LIBC.mincore(ctypes.c_void_p(middle), ctypes.c_size_t(1), ctypes.byref(touched)) == 0 and not touched.value & 1:
         _LIBC.madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)  # only advice: some kernels refuse it
-
-
-def reserve_file(fd: int, num_bytes: int) -> None:
-    """Allocate the memory of a file on tmpfs for its first `num_bytes` bytes.
-
-    It is in large pages if the kernel has `MADV_COLLAPSE` (Linux 6.1): these are mapped 512 times as fast. The mount needs no
-    option `huge=`.
-
-    Raises
-    ------
-    OSError
-        There is too little memory. The file may then have a part of it.
-    """
-    room = os.fstatvfs(fd)
-    if room.f_blocks and room.f_bavail * room.f_frsize + os.fstat(fd).st_blocks * 512 < num_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before other files of the mount find it full
-    large = num_bytes // ALIGN_BYTES * ALIGN_BYTES
-    for at in range(0, large, ALIGN_BYTES):
-        os.posix_fallocate(fd, at, 1)  # the kernel collapses only ranges that have a page
-    if large and hasattr(mmap, "MADV_HUGEPAGE"):
-        with memoryview(map_file(fd, large)) as view:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-            _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(large), _MADV_COLLAPSE)  # some kernels and mounts refuse it
-    os.posix_fallocate(fd, 0, num_bytes)
-
-
-def map_file(fd: int, num_bytes: int, *, is_private: bool = False, kind: type[mmap.mmap] = mmap.mmap) -> memoryview:
-    """Map a file into memory, and return its bytes as a writable view of a mapping of class `kind`.
-
-    The view begins at a multiple of a large page. So the kernel maps the large pages of the file as such, with one fault for each
-    and not one for each 64 KiB. `mmap.mmap` cannot choose an address: it maps more memory, which nobody touches, and the file is
-    mapped over a part of that. Both are unmapped together, with the last view.
-
-    Parameters
-    ----------
-    is_private
-        Keep changes of the view out of the file.
-
-    Raises
-    ------
-    OSError
-        The file cannot be mapped.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return memoryview(kind(fd, num_bytes, access=mmap.ACCESS_COPY if is_private else mmap.ACCESS_WRITE))
-    space = kind(-1, num_bytes + ALIGN_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(space))
-    address = -(-begin // ALIGN_BYTES) * ALIGN_BYTES
-    flags = (mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED) | _MAP_FIXED
-    if _LIBC.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != address:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return memoryview(space)[address - begin : address - begin + num_bytes]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.engine.common import host_memory
+from reshard_ckpt.memory.mapping import map_file, reserve_file
 
 needs_large_pages = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no large pages"
@@ -66,10 +66,10 @@ def test_a_file_on_tmpfs_is_reserved_in_large_pages_and_keeps_its_bytes(shm: Pat
     size, data = (7 << 20) + 5, torch.arange(3 << 20).to(torch.uint8)
     (shm / "file").write_bytes(memoryview(data.numpy()))
     with open(shm / "file", "r+b") as file:
-        host_memory.reserve_file(file.fileno(), size)
+        reserve_file(file.fileno(), size)
         assert os.fstat(file.fileno()).st_size == size
         assert os.fstat(file.fileno()).st_blocks * 512 >= size
-        view = host_memory.map_file(file.fileno(), size, is_private=True)
+        view = map_file(file.fileno(), size, is_private=True)
         assert view == bytes(data.numpy()) + bytes(size - len(data))
         # One is enough: the kernel may find no free memory for the others.
         assert int(mapping_at(ctypes.addressof(ctypes.c_char.from_buffer(view)))["ShmemPmdMapped:"][0]) >= 2048
@@ -77,4 +77,4 @@ def test_a_file_on_tmpfs_is_reserved_in_large_pages_and_keeps_its_bytes(shm: Pat
 
 def test_a_file_that_finds_too_little_memory_says_so(shm: Path):
     with open(shm / "file", "w+b") as file, pytest.raises(OSError, match="No space left"):
-        host_memory.reserve_file(file.fileno(), shutil.disk_usage(shm).free + (64 << 20))
+        reserve_file(file.fileno(), shutil.disk_usage(shm).free + (64 << 20))
