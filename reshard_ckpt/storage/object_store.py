@@ -58,7 +58,6 @@ HINTS = Hints(
     near_bytes=1 << 20,
     has_locks=False,
     shows_unfinished=False,
-    durable_on_finish=True,
     shares_files=False,
 )
 

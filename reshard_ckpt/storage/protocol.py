@@ -45,8 +45,6 @@ class Hints:
         Whether `Storage.lock` works. If not, only `Storage.lease` does.
     shows_unfinished
         Whether a file is there from `Storage.create` on, and `create` refuses a key that exists.
-    durable_on_finish
-        Whether `Writer.finish` makes the name durable too, so that `Storage.sync` has nothing to do.
     checks_uploads
         Whether the store compares the bytes of each upload with a checksum that this process sends, so that a reshard need not
         read them back.
@@ -62,7 +60,6 @@ class Hints:
     near_bytes: int = 4 << 10
     has_locks: bool = True
     shows_unfinished: bool = True
-    durable_on_finish: bool = False
     checks_uploads: bool = False
     shares_files: bool = True
     retry_s: float = 120.0

@@ -197,8 +197,6 @@ def write_files(storage: Storage, chunks: Chunks, recorder: Recorder, *, sha256:
                         file.write(chunk)
                         tally.add(len(chunk))
                 with recorder.step("sync"):
-                    if not storage.hints.durable_on_finish:
-                        file.sync()
                     written.append(file.finish())
         chunks.wait()  # a rank without a file has drained nothing, so its fingerprints may be missing until now
     except BaseException:
@@ -263,10 +261,6 @@ class ShardFileWriter:
                 self._sha256.update(stored)
             self._writer.write(memoryview(stored))
 
-    def sync(self) -> None:
-        """Make the shard file durable. No bytes may be written to it after this."""
-        self._writer.finish()
-
     def finish(self) -> WrittenFile:
         """Make the file durable, write its digests file, and return the entry for the receipt.
 
@@ -281,7 +275,7 @@ class ShardFileWriter:
                 f"{self.layout.key}: {size} bytes were written of {self.layout.num_bytes}: the memory of a tensor was made "
                 "smaller, or freed, while it was saved; this save is given up: resize no tensor meanwhile, or use async_save"
             )
-        at_once(self._storage, self.sync, lambda: write_file(self._storage, digests_key(self.layout.key), digests))
+        at_once(self._storage, self._writer.finish, lambda: write_file(self._storage, digests_key(self.layout.key), digests))
         hashes = (b"", b"") if self._sha256 is None else (self._sha256.digest(), hashlib.sha256(digests).digest())
         packed = self.layout.packed
         return WrittenFile(self.layout.key, size, digest128(digests), *hashes, packed)
