@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -236,32 +236,6 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
     return {index: of_file for index, of_file in found if of_file is not None}
 
 
-def stamps(storage: Storage, catalog: Catalog, files: Sequence[int]) -> dict[int, object]:
-    """Return the store's first stamp (time of change or ETag) of each file that has no block digests, by the file's index.
-
-    It is the stamp that the file had when it was first read, which opening the checkpoint may have done, for values and headers.
-    It is None if the file is gone, or if the store has no stamps. Without digests, a changed stamp is the only sign that somebody
-    has written the file while it was read.
-    """
-    foreign = [index for index in files if not catalog.files[index].digests_key]
-    found = map_at_once(storage, storage.first_stamp, [catalog.files[index].key for index in foreign])
-    return dict(zip(foreign, found, strict=True))
-
-
-def refuse_changed(storage: Storage, catalog: Catalog, before: Mapping[int, object]) -> None:
-    """Raise a `StorageError` if the stamp of a file is not the one in `before`, so the file was changed meanwhile.
-
-    A file that was removed meanwhile raises nothing: its bytes stay readable as long as it is open.
-    """
-    keys = [catalog.files[index].key for index in before]
-    for index, stamp in zip(before, map_at_once(storage, storage.stamp, keys), strict=True):
-        if stamp not in (None, before[index]):
-            raise StorageError(
-                f"{storage.url}: {catalog.files[index].key} was changed while it was read, so the bytes may be of two saves; "
-                "read it again when nobody writes there"
-            )
-
-
 class FileDigests:
     """Reads the block digests of a checkpoint's files when they are first needed, and keeps the recently used ones.
 
@@ -273,7 +247,7 @@ class FileDigests:
         self._storage, self._catalog, self.verify = storage, catalog, verify
         self._lock = threading.Lock()
         self._checked: set[int] = set()
-        self._stamps: dict[int, object] = {}
+        self._stamps: dict[str, object] = {}
         self._kept: OrderedDict[int, Digests | None] = OrderedDict()
         self._kept_bytes = 0
 
@@ -293,7 +267,9 @@ class FileDigests:
             lacking = [file for file in wanted if file not in self._kept]
             opened = open_files(self._storage, self._catalog, unchecked, lacking)
             self._checked.update(files)
-            self._stamps |= stamps(self._storage, self._catalog, unchecked)
+            # The first stamp of a file is from when it was first read, for values or headers, which may be before this object.
+            keys = [self._catalog.files[file].key for file in unchecked if not self._catalog.files[file].digests_key]
+            self._stamps |= zip(keys, map_at_once(self._storage, self._storage.first_stamp, keys), strict=True)
             for file in lacking:
                 self._kept[file] = opened.get(file)
                 self._kept_bytes += _num_bytes(opened.get(file))
@@ -305,10 +281,19 @@ class FileDigests:
             return found
 
     def refuse_changed(self) -> None:
-        """Raise a `StorageError` if a file without digests was changed since it was first read, or first asked for with `of`."""
+        """Raise a `StorageError` if a file without digests was changed since it was first read, or first asked for with `of`.
+
+        Without digests, a changed stamp (time of change or ETag) is the only sign of that. A file that was removed meanwhile
+        raises nothing: its bytes stay readable as long as it is open.
+        """
         with self._lock:
             before = dict(self._stamps)
-        refuse_changed(self._storage, self._catalog, before)
+        for key, stamp in zip(before, map_at_once(self._storage, self._storage.stamp, before), strict=True):
+            if stamp not in (None, before[key]):
+                raise StorageError(
+                    f"{self._storage.url}: {key} was changed while it was read, so the bytes may be of two saves; read it again "
+                    "when nobody writes there"
+                )
 
 
 def _num_bytes(digests: Digests | None) -> int:

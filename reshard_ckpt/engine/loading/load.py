@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,14 +32,11 @@ from ...errors import CorruptError, MismatchError, UsageError
 from ...format.dtypes import TORCH_DTYPES
 from ...format.files import Digests
 from ...storage.protocol import DISK, Storage
-from ..common.files import open_files, refuse_changed, stamps
+from ..common.files import FileDigests, open_files
 from ..common.progress import OnProgress, silent
 from ..common.tensor_bytes import has_streams
 from .read import REQUEST_BYTES, ReadTarget, ReadTask, execute
 from .ties import Tie, conflicts, find_ties
-
-T = TypeVar("T")
-
 
 ALL_CURES = ("allow_missing", "ignore", "cast", "allow_resize", "strict")
 """The options of a load that let it pass over a kind of mismatch between checkpoint and state."""
@@ -164,12 +161,7 @@ def resolve(
         wanted=wanted,
         plan=plan,
         ties=find_ties(kept, targets, source, wanted),
-        problems={
-            "missing": found.missing,
-            "shape": found.shape,
-            "dtype": found.dtype,
-            "uncovered": tuple(gaps.values()),
-        },
+        problems={"missing": found.missing, "shape": found.shape, "dtype": found.dtype, "uncovered": tuple(gaps.values())},
         kept=found.kept,
         saved_as=found.saved_as,
         named=found.named,
@@ -292,15 +284,15 @@ def fetch(
         A file without checksums was changed while it was read.
     """
     files = np.unique(resolved.plan.file).tolist()
-    blocks = open_files(storage, catalog, files, files if options.verify else ())
     is_foreign = bool(files) and not catalog.files[files[0]].digests_key
-    before = stamps(storage, catalog, files) if is_foreign else {}
+    foreign = FileDigests(storage, catalog, verify=options.verify) if is_foreign else None
+    blocks = foreign.of(files) if foreign else open_files(storage, catalog, files, files if options.verify else ())
     task = ReadTask(storage, catalog, resolved.plan, resolved.targets, blocks)
     bytes_read = 0
     if options.verify_first and options.verify:
         bytes_read += run(task._replace(copy=False), report)
     bytes_read += run(task, report)
-    if is_foreign:
-        refuse_changed(storage, catalog, before)
+    if foreign:
+        foreign.refuse_changed()
     verified = list(blocks) if options.verify else []
     return Fetched(bytes_read, resolved.plan.num_bytes_outside(verified))
