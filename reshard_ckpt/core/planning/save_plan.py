@@ -23,7 +23,7 @@ import numpy as np
 from ...errors import LayoutError
 from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
 from ..catalog.specs import Mesh, Placement, Replication, item_bytes_of
-from ..geometry.columns import concatenated, group_ids, is_new, lex_order, rows_by_id
+from ..geometry.columns import ColumnTable, concatenated, group_ids, is_new, lex_order, rows_by_id
 from ..geometry.runs import I64, Mask, as_boxes, strides_of, volumes
 from ..geometry.tiling import Fault, cut_overlaps, find_faults
 from ..report import describe_region, plural, summarize
@@ -55,7 +55,7 @@ class _Runs:
 
 
 @dataclass(frozen=True, slots=True)
-class Checks:
+class Checks(ColumnTable):
     """The rows that hold the same run as another row: each is hashed, and compared with the first row of its `group`.
 
     Rows are in order of rank; a rank may have several of one group. ``leader[i]`` is the index of the first row of row i's group.
@@ -113,28 +113,20 @@ class SavePlan:
         """Return the slice of the columns with the write items of one rank."""
         return slice(*np.searchsorted(self.rank, [rank, rank + 1]).tolist())
 
-    def cut(self, item: I64, start: I64, count: I64) -> SavePlan:
-        """Return the plan with each write item cut into parts, which must add up to the item.
+    def cut(self, item: I64, start: I64, count: I64) -> CatalogTables:
+        """Return the tables of the catalog with each write item cut into parts, which must add up to the item.
 
-        Part i is ``count[i]`` elements of item ``item[i]`` from `start` on, counted like `part_start`. Parts are in the order of
-        the result.
+        Part i is ``count[i]`` elements of item ``item[i]`` from ``start[i]`` on, counted like `part_start`. In the result, `item`
+        is the number of a part.
         """
         assert np.array_equal(np.bincount(item, count, len(self.part_count)).astype(np.int64), self.part_count)
         # row[i]: the row of the catalog that is write item i of this plan
         tables = self.catalog
         row = np.empty_like(tables.item)
         row[tables.item] = np.arange(len(row))
-        whole, tensor = row[item], self.tensor[item]
-        begin = tables.start[whole] + start - self.part_start[item]
-        return replace(
-            self,
-            tensor=tensor,
-            rank=self.rank[item],
-            local=self.local[item],
-            part_start=start,
-            part_count=count,
-            catalog=_catalog_tables(self.tables, tables.tensors.placement, tables.boxes, tensor, tables.box[whole], begin, count),
-        )
+        whole = row[item]
+        begin, tensor = tables.start[whole] + start - self.part_start[item], self.tensor[item]
+        return _catalog_tables(self.tables, tables.tensors.placement, tables.boxes, tensor, tables.box[whole], begin, count)
 
     def bytes_by_rank(self) -> I64:
         """Return the number of bytes that each rank writes, (ranks,)."""

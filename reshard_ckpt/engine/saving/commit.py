@@ -31,13 +31,7 @@ from ...core.planning.save_plan import SavePlan, build_catalog
 from ...core.report import plural
 from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
-from ...format.files import (
-    CATALOG_KEY,
-    digests_file_bytes,
-    encode_manifest,
-    manifest_key,
-    timeline_key,
-)
+from ...format.files import CATALOG_KEY, digests_file_bytes, encode_manifest, manifest_key, timeline_key
 from ...storage import unlinked_path
 from ...storage.protocol import (
     ABSENT,
@@ -190,9 +184,7 @@ def commit(job: SaveJob, receipt: Receipt) -> int | None:
     began = recorder.now()
     gathered: list[bytes] | None = None
     replaced: dict[str, tuple[Document | None, Version]] = {}
-    # If the gather fails, rank 0 cannot commit, so every rank deletes its files. After it, only rank 0 knows whether the catalog
-    # was published, so only rank 0 deletes files (`write_and_commit`). An interrupt may come right after the gather.
-    try:
+    try:  # an interrupt may come right after the gather: see `write_and_commit`
         gathered = comm.gather(encode_receipt(replace(receipt, record=recorder.encoded() if options.timeline else b"")))
         recorder.log.info("wrote %s to %s in %.2f s", size_text(receipt.num_bytes), storage.url, began - recorder.began)
         if gathered is None or job.contents is None:  # both are None on the same ranks
@@ -378,14 +370,14 @@ def catalog_of(contents: SaveContents, receipts: Receipts) -> Catalog:
 def _with_parts(contents: SaveContents, receipts: Receipts) -> tuple[SavePlan, I64, I64, Sequence[FileEntry]]:
     """Divide the save plan of an incremental save into parts that lie in one file each.
 
-    Returns the plan of parts; for each part, its file and first byte; and the entries of the base's files that hold parts. In the
-    numbering of files these come after the files of all ranks.
+    Returns the plan with the catalog's tables of these parts; for each part, its file and first byte; and the entries of the
+    base's files that hold parts. In the numbering of files these come after the files of all ranks.
     """
     parts, num_files = receipts.parts, len(receipts.files)
     assert parts is not None  # all ranks open the base
     # first[i]: index of the first write item of the rank of part i
     first = np.searchsorted(contents.plan.rank, receipts.part_rank)
-    plan = contents.plan.cut(first + parts.item, parts.start, parts.count)
+    plan = replace(contents.plan, catalog=contents.plan.cut(first + parts.item, parts.start, parts.count))
     used = np.unique(parts.file[parts.file >= num_files])
     file = np.where(parts.file < num_files, parts.file, np.searchsorted(used, parts.file) + num_files)
     base_files = contents.base_files or ()
@@ -414,11 +406,7 @@ def _check_files_visible(storage: Storage, receipts: Receipts, before: PreviousC
 
 
 def check_files_again(
-    storage: Storage,
-    see: Callable[[], None],
-    before: PreviousCheckpoint | None,
-    version: Version,
-    lease: Lock | None = None,
+    storage: Storage, see: Callable[[], None], before: PreviousCheckpoint | None, version: Version, lease: Lock | None = None
 ) -> None:
     """Check the files of a save once more after its catalog was published; undo the save if another job has deleted them.
 
