@@ -85,8 +85,8 @@ def make_source(folder: Path, layers: int) -> None:
                 link = StateLink("optimizer", name, key[1:], f"model.{name}") if key else None
                 held.append((TensorSpec(full, dtype, shape, (piece,), Replication.DECLARED, placed, link=link), memory))
         local_shards.append(describe_local(held, (), Mesh(("dp", "tp"), (RANKS, 1)), rank))
-    sent = [encode_metadata(one.local_metadata) for one in local_shards]
-    plan = plan_save(decode_metadata([one.tensors for one in sent], [one.rows for one in sent]))
+    tensors, rows, _ = zip(*(encode_metadata(one.local_metadata) for one in local_shards), strict=True)
+    plan = plan_save(decode_metadata(tensors, rows))
     save_id, before = new_save_id(), read_previous(storage)
     assignments = [decode_assignment(data, save_id) for data in encode_assignments(plan)]
     receipts = [

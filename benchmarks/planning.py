@@ -63,14 +63,14 @@ class Ranks:
         job_metadata = [encode_metadata(job.local_metadata(rank, 1)) for rank in range(job.mesh.size)]
         # Alike parts are one object: 16,384 processes would not share memory, but nor would they be here.
         known: dict[bytes, bytes] = {}
-        self.parts = [[known.setdefault(p, p) for p in (o.tensors, o.rows, o.values, b"")] for o in job_metadata]
+        self.parts = [[known.setdefault(p, p) for p in (*of_rank, b"")] for of_rank in job_metadata]
         self.plan_id = bytes(16)
 
     def change_values(self, step: int) -> None:
         """Return what a step of training changes: the values, which depend on the stage alone."""
         stage_size = self.job.mesh.size // self.job.pp
         for stage in range(self.job.pp):
-            values = encode_metadata(self.job.local_metadata(stage * stage_size, step)).values
+            *_, values = encode_metadata(self.job.local_metadata(stage * stage_size, step))
             for rank in range(stage * stage_size, (stage + 1) * stage_size):
                 self.parts[rank][2] = values
 

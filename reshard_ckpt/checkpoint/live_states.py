@@ -150,8 +150,8 @@ class States:
         """Return a digest of the layouts of both states on this rank; it changes if either layout does."""
         parts = []
         for local in (opened.held, opened.wanted):
-            encoded = encode_metadata(local.local_metadata)
-            parts += [encoded.tensors, encoded.rows, bytes(self.skips_host(local))]
+            *layout, _ = encode_metadata(local.local_metadata)
+            parts += [*layout, bytes(self.skips_host(local))]
         return digest128(msgpack.packb(parts))
 
     def names_of(self, opened: Opened) -> bytes:

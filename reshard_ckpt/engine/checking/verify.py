@@ -56,12 +56,7 @@ class VerifyReport:
 
 
 def verify_all(
-    storage: Storage,
-    catalog: Catalog,
-    *,
-    workers: int | None,
-    report: OnProgress,
-    comm: Comm | None = None,
+    storage: Storage, catalog: Catalog, *, workers: int | None, report: OnProgress, comm: Comm | None = None
 ) -> VerifyReport:
     """Read and hash every byte that the catalog refers to, and return a report of all problems.
 

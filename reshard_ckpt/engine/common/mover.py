@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from ...core.catalog.specs import Ints
-from ...core.geometry.columns import ColumnTable, is_new, lex_order
+from ...core.geometry.columns import ColumnTable, lex_order
 from ...core.geometry.runs import I64, Mask
 from ...core.planning.exchange import OWN
 from .tensor_bytes import RAW, count_up, memory_bytes, region
@@ -104,15 +103,10 @@ def _in_buffer(buffer: torch.Tensor, at: int, lengths: Ints, wire: torch.dtype, 
 
 def _copy(into: View, source: View) -> None:
     """Copy between two views of the same kind; tensors may differ in dtype and device."""
-    if isinstance(into, np.ndarray) and isinstance(source, np.ndarray):
-        np.copyto(into, source)
+    if isinstance(into, torch.Tensor):
+        into.copy_(source)  # type: ignore[arg-type]
     else:
-        _tensor(into).copy_(_tensor(source))
-
-
-def _tensor(view: View) -> torch.Tensor:
-    assert isinstance(view, torch.Tensor)
-    return view
+        np.copyto(into, source)
 
 
 class Mover:
@@ -148,8 +142,8 @@ class Mover:
         # out[i], into[i]: whether this rank sends, or gets, part i; both, if it takes the part from itself
         out, into = transfers.owner == rank, transfers.taker == rank
         self._own = np.flatnonzero(out & into)
-        self._sends = _Schedule(transfers, out & ~into, transfers.taker)
-        self._receives = _Schedule(transfers, into & ~out, transfers.owner)
+        self._sends = _Schedule(transfers, out & ~into, transfers.taker, size)
+        self._receives = _Schedule(transfers, into & ~out, transfers.owner, size)
         self._views: dict[tuple[Hashable, ...], list[tuple[View, View]]] = {}
         self._keeps = keeps_views and len(wire) <= MAX_VIEWS
         self.received_bytes = int(self._bytes[into & ~out].sum())
@@ -216,17 +210,14 @@ class Mover:
 
     def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return how many bytes this rank sends to each rank in a round, and how many it receives from each."""
-        return (
-            self._sends.sizes(number, self._bytes, self._size),
-            self._receives.sizes(number, self._bytes, self._size),
-        )
+        return self._sends.sizes(number), self._receives.sizes(number)
 
     def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         """Copy this rank's parts of a round into messages: those for rank r into ``out[r]`` from byte ``starts[r]`` on."""
 
         def make() -> list[tuple[View, View]]:
             pairs = []
-            for i, at, dest in self._sends.places(number, self._bytes, starts):
+            for i, at, dest in self._sends.places(number, starts):
                 source = self._held.view(self._from, i, self._wire[i])
                 pairs.append((_in_buffer(out[dest], at, self._from.lengths[i], self._wire[i], source), source))
             return pairs
@@ -239,7 +230,7 @@ class Mover:
 
         def make() -> list[tuple[View, View]]:
             pairs = []
-            for i, at, source in self._receives.places(number, self._bytes, starts):
+            for i, at, source in self._receives.places(number, starts):
                 into = self._wanted.view(self._into, i, self._wire[i])
                 pairs.append((into, _in_buffer(data[source], at, self._into.lengths[i], self._wire[i], into)))
             return pairs
@@ -259,47 +250,41 @@ def _message_addresses(memory: Sequence[torch.Tensor], starts: Sequence[int]) ->
 class _Schedule:
     """The parts that this rank sends (or receives), sorted by round, then by the other rank, then by their place in the message.
 
-    `peer` is the rank at the other end of each part.
+    `peer` is the rank at the other end of each part, `size` the number of ranks.
     """
 
-    def __init__(self, transfers: Transfers, chosen: Mask, peer: I64) -> None:
+    def __init__(self, transfers: Transfers, chosen: Mask, peer: I64, size: int) -> None:
         rows = np.flatnonzero(chosen)
-        rows = rows[lex_order(transfers.round[rows], peer[rows])] if len(rows) else rows
-        self._rows, self._peer, self._round = rows, peer[rows], transfers.round[rows]
+        rows = rows[lex_order(transfers.round[rows], peer[rows])]
+        self._rows, self._peer, self._round, self._bytes = rows, peer[rows], transfers.round[rows], transfers.num_bytes[rows]
+        self._size = size
 
     def _of(self, number: int) -> slice:
         return slice(*np.searchsorted(self._round, [number, number + 1]).tolist())
 
-    def by_peer(self, number: int, size: int) -> list[list[int]]:
+    def by_peer(self, number: int) -> list[list[int]]:
         """Return, for each rank at the other end, the indices of its parts in a round, in the order of the message."""
         part = self._of(number)
-        return [self._rows[part][self._peer[part] == rank].tolist() for rank in range(size)]
+        return [self._rows[part][self._peer[part] == rank].tolist() for rank in range(self._size)]
 
     def rows(self, number: int) -> I64:
         """Return the indices of all parts of a round, in order."""
         return self._rows[self._of(number)]
 
-    def sizes(self, number: int, num_bytes: I64, size: int) -> list[int]:
-        """Return, for each rank at the other end, how many bytes of a round go between it and this rank.
-
-        `num_bytes` has the bytes of each part; `size` is the number of ranks.
-        """
+    def sizes(self, number: int) -> list[int]:
+        """Return, for each rank at the other end, how many bytes of a round go between it and this rank."""
         part = self._of(number)
-        total = np.bincount(self._peer[part], weights=num_bytes[self._rows[part]], minlength=size)
+        total = np.bincount(self._peer[part], weights=self._bytes[part], minlength=self._size)
         out: list[int] = total.astype(np.int64).tolist()
         return out
 
-    def places(self, number: int, num_bytes: I64, starts: Sequence[int]) -> list[tuple[int, int, int]]:
+    def places(self, number: int, starts: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return, for each part of a round, its index, its first byte in the message, and the rank at the other end."""
         part = self._of(number)
-        rows, peer = self._rows[part], self._peer[part]
-        if not len(rows):
-            return []
-        sizes = num_bytes[rows]
-        # before[i]: bytes of all parts of the round before part i; first: the first part of each peer.
-        # Subtracting `before` at the first part of the same peer leaves the offset within that peer's message.
+        rows, peer, sizes = self._rows[part], self._peer[part], self._bytes[part]
+        # before[i]: bytes of all parts of the round before part i; first[i]: the first part of the same peer.
+        # Subtracting `before` at that part leaves the offset within the peer's message.
         before = np.cumsum(sizes) - sizes
-        first = np.flatnonzero(is_new(peer))
-        counts = [b - a for a, b in pairwise([*first.tolist(), len(rows)])]
-        at = before - np.repeat(before[first], counts) + np.array(starts, np.int64)[peer]
+        first = np.searchsorted(peer, peer)
+        at = before - before[first] + np.array(starts, np.int64)[peer]
         return list(zip(rows.tolist(), at.tolist(), peer.tolist(), strict=True))

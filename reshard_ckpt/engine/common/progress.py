@@ -307,27 +307,17 @@ class TimedComm:
     def __init__(self, comm: Comm, recorder: Recorder) -> None:
         self._comm, self._recorder = comm, recorder
         self.rank, self.size = comm.rank, comm.size
+        self.undo_unless_gathered, self.count = comm.undo_unless_gathered, comm.count
+        self.neighbours, self.broadcast_near = comm.neighbours, comm.broadcast_near
 
     def gather(self, payload: bytes) -> list[bytes] | None:
         return self._noted(True, lambda: self._comm.gather(payload))
-
-    def undo_unless_gathered(self, undo: Callable[[], None]) -> None:
-        self._comm.undo_unless_gathered(undo)
 
     def broadcast(self, payload: bytes | None) -> bytes:
         return self._noted(False, lambda: self._comm.broadcast(payload))
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
         return self._noted(False, lambda: self._comm.scatter(payloads))
-
-    def count(self, amount: int) -> int:
-        return self._comm.count(amount)
-
-    def neighbours(self) -> Sequence[int]:
-        return self._comm.neighbours()
-
-    def broadcast_near(self, payload: bytes | None) -> bytes:
-        return self._comm.broadcast_near(payload)
 
     def _noted(self, to_first: bool, call: Callable[[], T]) -> T:
         began = self._recorder.now()

@@ -83,10 +83,8 @@ def finished_digests(
 ) -> bytes | None:
     """Check whether an earlier attempt has finished the file `key`. Return the bytes of its digests file if so, else None.
 
-    A file is finished if it has `num_bytes` bytes, begins with `header`, and each of its blocks has its recorded digest.
+    A file of `num_bytes` bytes is finished if it begins with `header`, and each of its blocks has its recorded digest.
     """
-    if storage.size(key) != num_bytes:
-        return None
     try:
         data = digests_storage.read(digests_key, digests_file_bytes(num_bytes))
         digests = decode_digests(data, num_bytes, name=digests_key)

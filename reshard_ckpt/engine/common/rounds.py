@@ -216,7 +216,9 @@ class Rounds:
         num_rounds = self._traffic.num_rounds
         if not num_rounds:
             return
-        self._share_memory()
+        if self._exchange.device.type == "cpu":
+            self._slot_bytes = _slot_bytes(self._traffic)
+            self._shared = self._buffers.share(self._exchange, NUM_BUFFERS * self._slot_bytes)
         self.attempt(self._allocate)
         last = last or (lambda: None,)
         self._first = self._buffers.numbers(num_rounds + 1 + len(last))
@@ -239,11 +241,6 @@ class Rounds:
             if not self._meet(number)():
                 return
         self.complete = True
-
-    def _share_memory(self) -> None:
-        if self._exchange.device.type == "cpu":
-            self._slot_bytes = _slot_bytes(self._traffic)
-            self._shared = self._buffers.share(self._exchange, NUM_BUFFERS * self._slot_bytes)
 
     def _allocate(self) -> None:
         """Allocate all messages before the first is sent: a rank that failed to allocate later would leave the others waiting."""

@@ -240,7 +240,7 @@ class Reader:
         self.devices = DeviceTargets(streamed) if streamed else None
         self._file = reads.file.tolist()
         # _origin[w]: byte of the file that is byte 0 of the buffer of window w
-        self._origin = reads.low[reads.extent_start[:-1]] if reads.num_windows else reads.low
+        self._origin = reads.low[reads.extent_start[:-1]]
         self._extents = self._extents_of_windows()
         # _fills[w], _parts[w]: copies from the buffer of window w into host memory, and to devices
         self._fills: list[list[_Fill]] = [[] for _ in self._file]
@@ -288,8 +288,6 @@ class Reader:
         Runs of one window and target are copied together where that is less work than one by one.
         """
         runs = self._reads.copied
-        if not len(runs.src):
-            return
         window = np.repeat(np.arange(len(self._file)), np.diff(self._reads.copied_start))
         src, dst = runs.src - self._origin[window], runs.dst
         new = is_new(window, runs.dest)

@@ -382,7 +382,6 @@ class _SharedWindows(Mover):
         np.minimum.at(bounds[0], window, asked.round)
         np.maximum.at(bounds[1], window, asked.round)
         self._begins, self._ends = ([np.flatnonzero(at == r).tolist() for r in range(len(came))] for at in bounds)
-
         threads = num_threads(max(map(len, self._begins), default=0), reader.task.storage.hints)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-once")
 

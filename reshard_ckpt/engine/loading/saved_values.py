@@ -99,12 +99,7 @@ def read_blobs(storage: Storage, catalog: Catalog, blobs: Sequence[int], verify:
 
 
 def read_whole(
-    storage: Storage,
-    catalog: Catalog,
-    source: Sequence[int],
-    wanted: Sequence[tuple[TensorSpec, torch.Tensor]],
-    *,
-    verify: bool,
+    storage: Storage, catalog: Catalog, source: Sequence[int], wanted: Sequence[tuple[TensorSpec, torch.Tensor]], *, verify: bool
 ) -> None:
     """Read parts of saved tensors into memory: for each pair in `wanted`, the pieces of the spec into the tensor beside it.
 

@@ -50,10 +50,6 @@ class TiedTarget(NamedTuple):
     target: ReadTarget
     source: int
 
-    @property
-    def address(self) -> int:
-        return self.target.tensor.data_ptr()
-
 
 class Tie(NamedTuple):
     """A group of targets that may share memory at the addresses ``[low, high)``."""
@@ -107,7 +103,7 @@ class _TieChecker:
     def conflict(self, tie: Tie) -> str | None:
         """Check one tie. Return a message if two of its targets would get different bytes, or one is not aligned; else None."""
         for member in tie.members:
-            if member.address % member.target.tensor.element_size():
+            if member.target.tensor.data_ptr() % member.target.tensor.element_size():
                 return f"{member.spec.name}: shares memory with other tensors, unaligned for its dtype; load into a copy of it"
         starts = range(tie.low // _UNIT * _UNIT, tie.high, TIE_BYTES)
         lines = (self._conflict_in(tie, low, min(tie.high - low, TIE_BYTES)) for low in starts)
@@ -167,7 +163,8 @@ def _written_mask(member: TiedTarget, plan: LoadPlan, size: int) -> torch.Tensor
 
 def _pieces_within(member: TiedTarget, low: int, count: int) -> Iterator[Piece]:
     """Yield the boxes of a target that lie in `count` elements from address `low` on, as pieces with `base` counted from it."""
-    first = (low - member.address) // member.target.tensor.element_size()  # a whole number: addresses were checked
+    tensor = member.target.tensor
+    first = (low - tensor.data_ptr()) // tensor.element_size()  # a whole number: addresses were checked
     for piece in member.spec.pieces:
         for box in _cut(piece, range(len(piece.lengths)), piece.start, piece.count):
             # In order of stride, the elements of a box are in order of address, so a window is one run of them.
@@ -280,7 +277,7 @@ def _are_apart(owner: I64, low: I64, lengths: I64, steps: I64) -> bool:
         size[:, dim] = 1 + np.where(steps == step, lengths - 1, 0).sum(axis=1)
     # reach: the largest offset that each step contributes; within: the sum over a step and all smaller ones.
     reach = (first + size - 1).max(axis=0) * np.array(grid)
-    within = np.cumsum(reach[::-1])[::-1]  # of each step and all smaller ones
+    within = np.cumsum(reach[::-1])[::-1]
     if (np.array(grid)[:-1] <= within[1:]).any():
         return False
     # meet[i, j]: boxes i and j share a byte.

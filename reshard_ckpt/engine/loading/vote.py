@@ -85,7 +85,7 @@ def vote(
     """
     of_values = [*map(Problem.of, wanted.problems)]
     unfit = [problem for problem in of_values if not matches(problem.name, options.ignore)]
-    allowed = [problem for problem in unfit if _is_missing(problem) and matches(problem.lacks, options.allow_missing)]
+    allowed = [problem for problem in unfit if problem.cure == "allow_missing" and matches(problem.lacks, options.allow_missing)]
     kept = [Problem(problem.name, problem.what.partition("; ")[0]) for problem in allowed]  # without advice: it may be missing
     values = [problem for problem in unfit if problem not in allowed]
     named = resolved.named.union(catalog.index(name) for name in wanted.unplaced if name in catalog)
@@ -135,7 +135,7 @@ def _advised_options(found: Mapping[str, Sequence[Problem]], offered: Collection
     cures = {}
     # An optimizer of another kind lacks all of its state: the line that says so has the cure.
     explained = tuple(problem.lacks for problem in problems if problem.lacks and not problem.cure)
-    missing = [problem for problem in problems if _is_missing(problem) and not problem.lacks.startswith(explained)]
+    missing = [problem for problem in problems if problem.cure == "allow_missing" and not problem.lacks.startswith(explained)]
     if missing:
         states = [problem.lacks for problem in missing if problem.lacks != problem.name]
         example = f", as {states[0]!r} does for hyperparameters" if states else ""
@@ -151,11 +151,6 @@ def _advised_options(found: Mapping[str, Sequence[Problem]], offered: Collection
         return f"load {' or '.join(texts)}" if texts else "reshard_ckpt.checkpoint.load has options that load the rest"
     last = "with strict=False to load what fits and leave the rest as it is"
     return f"load {', '.join(texts)}, or {last}" if texts else f"load {last}"
-
-
-def _is_missing(problem: Problem) -> bool:
-    """Tell whether the problem is a name that the checkpoint lacks, which `allow_missing` would allow."""
-    return problem.cure == "allow_missing"
 
 
 def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:

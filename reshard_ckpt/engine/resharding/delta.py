@@ -84,8 +84,8 @@ class DeltaMover(LiveMover):
         self._same = [first.setdefault(key, i) for i, key in enumerate(keys)]
         rounds = range(self.num_rounds)
         # _to[number][rank]: the parts that go to a rank in a round, in their order; _from_rank: the parts that come from it
-        self._to = [self._sends.by_peer(number, self._size) for number in rounds]
-        self._from_rank = [self._receives.by_peer(number, self._size) for number in rounds]
+        self._to = [self._sends.by_peer(number) for number in rounds]
+        self._from_rank = [self._receives.by_peer(number) for number in rounds]
         self.begin()
 
     def begin(self) -> None:
@@ -104,9 +104,8 @@ class DeltaMover(LiveMover):
         """Return the three traffics of one exchange, in order: claims, sizes of messages, and the messages."""
         takers = [any(of_round[rank] for of_round in self._to) for rank in range(self._size)]
         owners = [any(of_round[rank] for of_round in self._from_rank) for rank in range(self._size)]
-        sizes = 8 * self.num_rounds
-        claims = _SmallMessages(_sized(owners, _DIGEST_BYTES), _sized(takers, _DIGEST_BYTES), self._claim, self._take_claim)
-        return [claims, _SmallMessages(_sized(takers, sizes), _sized(owners, sizes), self._size_for, self._take_sizes), self]
+        claims = _SmallMessages(owners, takers, _DIGEST_BYTES, self._claim, self._take_claim)
+        return [claims, _SmallMessages(takers, owners, 8 * self.num_rounds, self._size_for, self._take_sizes), self]
 
     def _claim(self, owner: int) -> bytes:
         """Return the digest of the elements that this rank now has in the parts which it takes from the rank `owner`."""
@@ -165,11 +164,9 @@ class DeltaMover(LiveMover):
             size, at = int(self._sizes_from[number, owner]), starts[owner]
             message = data[owner][at : at + size]
             if size == self._bytes[parts].sum():
-                ends = np.cumsum(self._bytes[parts]).tolist()
-                for i, end in zip(parts, ends, strict=True):
-                    elements = message[end - int(self._bytes[i]) : end].clone().view(self._wire[i])
+                for i, part in zip(parts, torch.split(message, self._bytes[parts].tolist()), strict=True):
                     into = self._wanted.region(self._into, i)
-                    into.copy_(elements.view(into.shape))
+                    into.copy_(part.clone().view(self._wire[i]).view(into.shape))
             else:
                 self._apply(parts, message)
 
@@ -194,22 +191,24 @@ def _raw(part: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
     return flat.view(INTS[wire.itemsize])
 
 
-def _sized(chosen: Sequence[bool], num_bytes: int) -> list[int]:
-    return [num_bytes if is_chosen else 0 for is_chosen in chosen]
-
-
 class _SmallMessages:
     """A `Traffic` of one round of small messages. `make` makes the message for a rank, `take` takes the message of a rank.
 
-    ``sent[r]`` and ``received[r]`` are the bytes of the messages to and from rank r; 0 for no message.
+    ``sends[r]`` and ``receives[r]`` say whether there is a message of `num_bytes` to and from rank r.
     """
 
     num_rounds = 1
 
     def __init__(
-        self, sent: list[int], received: list[int], make: Callable[[int], bytes], take: Callable[[int, bytes], None]
+        self,
+        sends: Sequence[bool],
+        receives: Sequence[bool],
+        num_bytes: int,
+        make: Callable[[int], bytes],
+        take: Callable[[int, bytes], None],
     ) -> None:
-        self._sent, self._received, self._make, self._take = sent, received, make, take
+        self._sent, self._received = ([num_bytes * is_there for is_there in each] for each in (sends, receives))
+        self._make, self._take = make, take
 
     def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
         return self._sent, self._received

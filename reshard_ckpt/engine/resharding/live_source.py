@@ -80,8 +80,8 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_la
     LayoutError
         The shards of the ranks do not tile every tensor, or ranks disagree about a tensor.
     """
-    encoded = encode_metadata(local.local_metadata)
-    message = msgpack.packb([encoded.tensors, encoded.rows, np.packbits(np.array(devices, bool)).tobytes()])
+    *own, _ = encode_metadata(local.local_metadata)
+    message = msgpack.packb([*own, np.packbits(np.array(devices, bool)).tobytes()])
     gathered = comm.gather(zlib.compress(message, 1))
     if gathered is None:
         return LiveSource(decode_catalog(zlib.decompress(comm.broadcast(None))))
@@ -361,7 +361,8 @@ class Spares:
         """Compare the spare memory of tied destinations. Return an error if two received different bytes, else None."""
         for first, *others in tied:
             for other in others:
-                if not torch.equal(_raw(self.memory[first]), _raw(self.memory[other])):
+                raw = [self.memory[i].view(INTS[self.memory[i].element_size()]) for i in (first, other)]  # NaNs as their bits
+                if not torch.equal(*raw):
                     names = wanted.specs[other].name, wanted.specs[first].name
                     return MismatchError(
                         f"{names[0]}: tied to {names[1]} in dst, but src holds different values for them; untie them"
@@ -373,8 +374,3 @@ class Spares:
         own = {i: piece.tensor for i, piece in wanted.rows}
         for i, memory in self.memory.items():
             own[i].copy_(memory)
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers of the same size, so that NaNs with equal bits compare as equal."""
-    return tensor.view(INTS[tensor.element_size()])

@@ -225,7 +225,6 @@ class Leader:
         """
         asked = np.zeros((_PARTS, len(self._states)), bool)
         for part in range(0 if everything else _LAYOUT_PARTS, _PARTS):
-            # Rank 0 is never asked: it has its own parts.
             asked[part, [rank for rank in self._first_with(part).values() if rank]] = True
         return asked
 

@@ -72,9 +72,8 @@ def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], 
     memory = [memory for _, memory in (*tensors, *blobs)]
     rows = [(i, LocalPiece(memory[i], piece)) for i, spec in enumerate(specs) for piece in spec.pieces]
     per_rank = {len(tensors) + i: name for i, name in own.items()}
-    local_metadata = _LOCAL_METADATA.get(
-        (specs, len(blobs), mesh, per_rank), lambda: build_local_metadata(specs, len(blobs), mesh, per_rank)
-    )
+    key = specs, len(blobs), mesh, per_rank
+    local_metadata = _LOCAL_METADATA.get(key, lambda: build_local_metadata(*key))
     return LocalShards(specs, rows, replace(local_metadata, values=tuple(inline)))
 
 

@@ -75,14 +75,6 @@ class Memo(Generic[Key, Value]):
         self._items = ((key, value), *others[: self._limit - 1])
 
 
-class EncodedMetadata(NamedTuple):
-    """The metadata of one rank (its tensors, its rows, and its values) as three byte strings."""
-
-    tensors: bytes
-    rows: bytes
-    values: bytes
-
-
 @dataclass(frozen=True, slots=True)
 class RunColumns(ColumnTable):
     """Runs of elements in a rank's own rows (pieces): ``[start, start + count)`` of the row-major order of row `local`'s box."""
@@ -259,12 +251,12 @@ def decode_columns(messages: Sequence[bytes], num: int) -> tuple[list[I64], I64]
     return columns, counts
 
 
-def encode_metadata(local_metadata: LocalMetadata) -> EncodedMetadata:
+def encode_metadata(local_metadata: LocalMetadata) -> tuple[bytes, bytes, bytes]:
     """Encode the metadata of a rank in three parts: tensors, rows, values. Tensors and rows are cached for two states."""
     tensors, rows = local_metadata.tensors, local_metadata.rows
     # By identity, and with the tables themselves, so that no others get their ids.
     *_, parts = _ENCODED.get((id(tensors), id(rows)), lambda: (tensors, rows, (_encode_tensors(tensors), _encode_rows(rows))))
-    return EncodedMetadata(*parts, encode_values(local_metadata.values))
+    return *parts, encode_values(local_metadata.values)
 
 
 _ENCODED: Memo[tuple[int, int], tuple[TensorColumns, RowColumns, tuple[bytes, bytes]]] = Memo(2)

@@ -75,12 +75,7 @@ class Fingerprints:
     """
 
     def __init__(
-        self,
-        copy_streams: CopyStreams,
-        runs: Sequence[LocalRun],
-        *,
-        shift: int | None = None,
-        between_ranks: bool = True,
+        self, copy_streams: CopyStreams, runs: Sequence[LocalRun], *, shift: int | None = None, between_ranks: bool = True
     ) -> None:
         self._copy_streams, self._runs, self._shift, self._between_ranks = copy_streams, runs, shift, between_ranks
         self.taken = np.zeros(len(runs), np.uint64)
@@ -305,8 +300,7 @@ def compare_replicas(checks: Checks, names: Sequence[str], fingerprints: U64) ->
     if len(buffers):
         listed = sorted({names[i] for i in checks.tensor[buffers].tolist()})
         warnings.warn(
-            f"buffers differ between ranks; rank {checks.rank[leader[buffers[0]]]}'s are saved: {', '.join(listed)}",
-            stacklevel=2,
+            f"buffers differ between ranks; rank {checks.rank[leader[buffers[0]]]}'s are saved: {', '.join(listed)}", stacklevel=2
         )
     problems = {
         checks.tensor[i]: f"{names[checks.tensor[i]]}: ranks {checks.rank[leader[i]]} and {checks.rank[i]} hold it as the same, "

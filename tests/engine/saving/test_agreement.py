@@ -53,7 +53,8 @@ def plan_of(held: list[list[TensorSpec]]) -> SavePlan:
         encode_metadata(describe_local([(spec, torch.empty(0)) for spec in specs], (), None, rank).local_metadata)
         for rank, specs in enumerate(held)
     ]
-    return plan_save(decode_metadata([one.tensors for one in sent], [one.rows for one in sent]))
+    tensors, rows, _ = zip(*sent, strict=True)
+    return plan_save(decode_metadata(tensors, rows))
 
 
 @given(jobs())
