@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +25,7 @@ from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
 from reshard_ckpt.format.files import BLOCK_BYTES
 from reshard_ckpt.manager import manager as manager_module
 from reshard_ckpt.storage import open_storage
+from reshard_ckpt.storage.local import LocalStorage
 from tests.launch import on_ranks, run_ranks
 from tests.storage.faulty import FaultyStorage, StopAt, Stopped
 from tests.tries import examples
@@ -205,9 +208,28 @@ def test_any_sequence_of_saves_holds_each_state(tmp_path_factory: pytest.TempPat
     assert all(checkpoint.verify(root / kept).ok for kept in held)
 
 
+@contextmanager
+def bad_sector(at: int | None) -> Iterator[None]:
+    """Let each read of a range of a file that has byte `at` fail."""
+    read = LocalStorage.read_into
+
+    def fails(self: LocalStorage, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        if at is not None and offset <= at < offset + sum(map(len, buffers)):
+            raise StorageError(f"{key}: Input/output error")
+        read(self, key, offset, buffers)
+
+    with mock.patch.object(LocalStorage, "read_into", fails):
+        yield
+
+
 def test_damage_in_the_base_is_not_referred_to_where_it_can_be_seen(tmp_path: Path):
     state = {"w": torch.arange(1 << 20).float()}
     checkpoint.save(tmp_path / "0", state)
+    for name, offset, referred in (("sound", None, state["w"].nbytes), ("bad sector", 5 * BLOCK_BYTES, 0)):
+        with bad_sector(offset):
+            report = checkpoint.save(tmp_path / name, state, base=tmp_path / "0", verify_base=True)
+        assert report.bytes_referred == referred
+        assert_holds(tmp_path / name, state)
     file = next((tmp_path / "0").rglob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[5 * BLOCK_BYTES] ^= 1

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,15 +30,24 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, TouchedRows
 from reshard_ckpt.core.catalog.packed import BITS
+from reshard_ckpt.core.catalog.specs import Piece, TensorSpec
+from reshard_ckpt.engine.common.tensor_bytes import LocalTensor
 from reshard_ckpt.engine.saving import commit
+from reshard_ckpt.engine.saving.local_shards import describe_local
+from reshard_ckpt.engine.saving.messages import RunColumns
+from reshard_ckpt.engine.saving.touched import pick
+from reshard_ckpt.engine.saving.unchanged import Base
 from reshard_ckpt.errors import CheckpointError, UsageError
 from reshard_ckpt.state import touched_rows
 from reshard_ckpt.state.row_policies import POLICIES
+from reshard_ckpt.storage.memory import MemoryStorage
 from tests.checkpoint.test_incremental import needed, on_disk
 from tests.core.catalog.test_packed import packed_one_by_one
 from tests.format import independent_reader
 from tests.helpers import NEWER
+from tests.jobs import save_job
 from tests.launch import on_ranks, run_ranks
+from tests.layouts import whole_piece
 from tests.tries import examples
 
 ROWS, DIM = 3000, 8
@@ -857,3 +867,22 @@ def test_compact_keeps_the_rows_and_says_so(tmp_path: Path):
     assert all(not file.checkpoint for file in checkpoint.catalog(tmp_path / "1").files)
     assert torch.equal(checkpoint.read(tmp_path / "1")["model.table.weight"], before["model.table.weight"])
     assert checkpoint.catalog(tmp_path / "1").lossy == {"model.table.weight": "most_used, 0.001 of the rows"}
+
+
+def test_rows_of_a_base_whose_runs_lie_in_another_order_are_found():
+    """Flat runs that are a box of their own come after runs that are not, whichever is first in the tensor."""
+    storage, whole = MemoryStorage("runs"), torch.arange(12.0).reshape(4, 3)
+    cuts = [Piece((0, 0), (4, 3), start, end - start, 0, (3, 1)) for start, end in pairwise([0, 3, 6, 10, 12])]
+    catalog = save_job(storage, [[(TensorSpec("t", "F32", (4, 3), tuple(cuts)), whole)]])
+    assert (np.diff(catalog.rows.start + catalog.boxes.offsets[catalog.rows.box] @ (3, 1)) < 0).any()
+    local = describe_local([LocalTensor(TensorSpec("t", "F32", (4, 3), (whole_piece((4, 3)),)), whole)], (), None, 0)
+    items = RunColumns(*np.array([[0], [0], [12]]))
+    _, _, picked = pick(Base(storage, catalog, catalog.files, False), local, items, {"t": np.zeros(4, bool)}, None)
+    found = {}
+    for _, start, count, file, offset in picked.stored.rows():
+        data = bytearray(4 * count)
+        storage.read_into(catalog.files[file].key, offset, [memoryview(data)])
+        found |= dict(enumerate(np.frombuffer(data, np.float32).tolist(), start))
+    # No run has all of the last row, so that one is written.
+    assert found == {i: float(i) for i in range(9)}
+    assert list(picked.runs.rows()) == [(0, 9, 3)]
