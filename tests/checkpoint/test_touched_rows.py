@@ -869,20 +869,23 @@ def test_compact_keeps_the_rows_and_says_so(tmp_path: Path):
     assert checkpoint.catalog(tmp_path / "1").lossy == {"model.table.weight": "most_used, 0.001 of the rows"}
 
 
-def test_rows_of_a_base_whose_runs_lie_in_another_order_are_found():
+@pytest.mark.parametrize(("code", "dtype", "bits"), [("F32", np.float32, [8]), ("I32", np.int32, [])])
+def test_rows_of_a_part_of_a_table_are_found_in_whatever_order_the_base_has_them(code: str, dtype: Any, bits: list[int]):
     """Flat runs that are a box of their own come after runs that are not, whichever is first in the tensor."""
-    storage, whole = MemoryStorage("runs"), torch.arange(12.0).reshape(4, 3)
+    storage, whole = MemoryStorage("runs"), torch.from_numpy(np.arange(12, dtype=dtype).reshape(4, 3))
     cuts = [Piece((0, 0), (4, 3), start, end - start, 0, (3, 1)) for start, end in pairwise([0, 3, 6, 10, 12])]
-    catalog = save_job(storage, [[(TensorSpec("t", "F32", (4, 3), tuple(cuts)), whole)]])
+    catalog = save_job(storage, [[(TensorSpec("t", code, (4, 3), tuple(cuts)), whole)]])
     assert (np.diff(catalog.rows.start + catalog.boxes.offsets[catalog.rows.box] @ (3, 1)) < 0).any()
-    local = describe_local([LocalTensor(TensorSpec("t", "F32", (4, 3), (whole_piece((4, 3)),)), whole)], (), None, 0)
-    items = RunColumns(*np.array([[0], [0], [12]]))
-    _, _, picked = pick(Base(storage, catalog, catalog.files, False), local, items, {"t": np.zeros(4, bool)}, None)
+    local = describe_local([LocalTensor(TensorSpec("t", code, (4, 3), (whole_piece((4, 3)),)), whole)], (), None, 0)
+    items = RunColumns(*np.array([[0], [2], [10]]))
+    shards, _, picked = pick(Base(storage, catalog, catalog.files, False), local, items, {"t": np.zeros(4, bool)}, 8)
     found = {}
     for _, start, count, file, offset in picked.stored.rows():
         data = bytearray(4 * count)
         storage.read_into(catalog.files[file].key, offset, [memoryview(data)])
-        found |= dict(enumerate(np.frombuffer(data, np.float32).tolist(), start))
-    # No run has all of the last row, so that one is written.
-    assert found == {i: float(i) for i in range(9)}
-    assert list(picked.runs.rows()) == [(0, 9, 3)]
+        found |= dict(enumerate(np.frombuffer(data, dtype).tolist(), start))
+    # No run has all of the last row, so that one is written, as is the part of the first row.
+    assert found == {i: i for i in range(3, 9)}
+    assert list(picked.runs.rows()) == [(1, 9, 3)]
+    assert torch.equal(shards.rows[-1][1].tensor, whole[3:])
+    assert list(picked.bits.values()) == bits

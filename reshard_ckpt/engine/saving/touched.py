@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ...comm.exchange import Exchange, open_exchange
 from ...comm.protocol import Comm, merge_of_all
 from ...core.catalog.model import TensorKind
-from ...core.catalog.packed import PACKABLE, PackedRows
+from ...core.catalog.packed import PackedRows
 from ...core.catalog.specs import CODES, TensorSpec, box_piece, escape, row_major_strides
 from ...core.geometry.columns import concatenated, lex_order
 from ...core.geometry.runs import I64, ranges
@@ -320,7 +320,7 @@ def pick(
 
 def _can_narrow(bits: int, pack: torch.Tensor, dtype: str) -> bool:
     """Whether the rows of a pack can be stored in `bits` bits an element: each has finite floats alone, and takes fewer bytes."""
-    if dtype not in PACKABLE or not PackedRows(0, len(pack), prod(pack.shape[1:]), dtype, bits).is_sound():
+    if not PackedRows(0, len(pack), prod(pack.shape[1:]), dtype, bits).is_sound():
         return False
     values = pack.float().flatten(1)
     return bool((values.amax(1) - values.amin(1)).isfinite().all())
