@@ -124,21 +124,6 @@ Interval = Callable[[SaveCosts], float | None]
 """A function of the measured `SaveCosts`: seconds from the beginning of one save to the next; None if too little is known."""
 
 
-def best_interval(
-    mtbf_s: Callable[[], float], max_overhead: float, least_s: Callable[[float], float] = lambda mtbf_s: 0.0
-) -> Interval:
-    """Return an `Interval` that chooses, by measured costs, what loses the least time; see `core/planning/interval.py`.
-
-    It is never shorter than ``least_s(mtbf_s())``.
-    """
-
-    def interval(costs: SaveCosts) -> float | None:
-        tier, mtbf = costs.tier(), mtbf_s()
-        return None if tier is None else max(replace(tier, failures_per_s=1 / mtbf).best_interval(max_overhead), least_s(mtbf))
-
-    return interval
-
-
 class SaveSchedule:
     """The saves of a run by the clock of rank 0.
 
@@ -204,6 +189,8 @@ def interval_rule(
 ) -> tuple[Interval, int]:
     """Return the `Interval` for these options of a manager, and the steps to time before the first save.
 
+    For ``"auto"``, the interval is the one that loses the least time by measured costs; see `core/planning/interval.py`.
+
     Raises
     ------
     UsageError
@@ -225,8 +212,11 @@ def interval_rule(
         fixed_s = duration_s(interval, option="interval")
         return lambda costs: fixed_s, 1
 
-    def least_s(mtbf_s: float) -> float:
-        return 0.0 if target_pls is None else for_lost_samples(target_pls, num_ranks(), mtbf_s)
+    def interval_s(costs: SaveCosts) -> float | None:
+        tier, mtbf_s = costs.tier(), estimated_mtbf_s() if known_s is None else known_s
+        if tier is None:
+            return None
+        least_s = 0.0 if target_pls is None else for_lost_samples(target_pls, num_ranks(), mtbf_s)
+        return max(replace(tier, failures_per_s=1 / mtbf_s).best_interval(float(max_overhead)), least_s)
 
-    mtbf_s = estimated_mtbf_s if known_s is None else lambda: known_s
-    return best_interval(mtbf_s, float(max_overhead), least_s), WARM_UP_STEPS
+    return interval_s, WARM_UP_STEPS

@@ -15,7 +15,7 @@ from reshard_ckpt.checkpoint import Manager, SaveReport
 from reshard_ckpt.core.planning.interval import TierCosts, daly
 from reshard_ckpt.errors import PeerError, UsageError
 from reshard_ckpt.manager.attempts import ATTEMPTS, PRIOR_S, Attempt, AttemptLog, estimate_mtbf, read_attempts
-from reshard_ckpt.manager.schedule import WARM_UP_STEPS, Decision, SaveCosts, SaveSchedule, best_interval, interval_rule
+from reshard_ckpt.manager.schedule import WARM_UP_STEPS, Decision, Interval, SaveCosts, SaveSchedule, interval_rule
 from reshard_ckpt.storage import open_storage
 from tests.launch import on_ranks
 
@@ -108,6 +108,10 @@ def test_failed_saves_teach_no_cost():
             costs.end(None)
     assert costs.tier() is None
     assert not costs.is_saving
+
+
+def best_interval(mtbf_s: Callable[[], float], max_overhead: float) -> Interval:
+    return interval_rule("auto", None, max_overhead, None, lambda: 1, mtbf_s)[0]
 
 
 def test_auto_saves_after_a_warm_up_and_then_at_the_best_interval():
