@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.group import current_accelerator
 from ..core.catalog.names import GROUPS, STATE
 from ..errors import UsageError
-from ..state.optimizer_dicts import PlainDict, flattened, is_flattened, is_numbered, nested
+from ..state.optimizer_dicts import PlainDict, flattened, is_flattened, is_numbered, nested, saved_groups
 from ..state.walk import Verbatim
 
 Make = Callable[[torch.Tensor], torch.Tensor]
@@ -69,7 +69,7 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
             tree = nested({name: _form(child, make, merged=merged) for name, child in value.items()})
             groups = tree[GROUPS]
             # Parameters with equal hyperparameters are saved as one group; for a load, each parameter is a group.
-            return {STATE: tree[STATE], GROUPS: groups.merged_groups() if merged else list(groups)}
+            return {STATE: tree[STATE], GROUPS: saved_groups(groups) if merged else list(groups)}
         children = {key: _form(child, make, merged=merged) for key, child in value.items()}
         # DCP's names are the keys, so the parameters of a numbered optimizer keep their numbers.
         return PlainDict(children) if is_numbered(value) else children

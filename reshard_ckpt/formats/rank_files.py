@@ -27,7 +27,7 @@ from ..errors import CheckpointError, CorruptError, UnsupportedError
 from ..format.values import encode_value
 from ..state.dtensor import layout_of, placement_of, recognize
 from ..state.layouts import Layout
-from ..state.optimizer_dicts import GroupOfEach, is_flattened, names_by_number, nested
+from ..state.optimizer_dicts import GroupOfEach, is_flattened, names_by_number, nested, saved_groups
 from ..storage import Storage
 from ..torchfile.archive import FileReader, TorchFile
 from ..torchfile.pickle_reader import attributes_of, class_of
@@ -176,7 +176,7 @@ class RankFolder:
                     path = (item, "state", names.get(number, str(number)), str(name))
                     self._add(path, value, file, plain_on_all=plain_on_all)
             own = [named_group(file.plain(g), (names.get(p, str(p)) for p in g["params"])) for g in groups]
-            groups_of.append((file.key, GroupOfEach(own).merged_groups() if is_flat else own))
+            groups_of.append((file.key, saved_groups(GroupOfEach(own)) if is_flat else own))
         self.builder.value([item, "param_groups"], merge(groups_of, name=item), ValueKind.PARAM_GROUPS)
 
     def _names(self, state: Mapping[Any, Any], groups: Sequence[Any]) -> Mapping[Any, str] | None:

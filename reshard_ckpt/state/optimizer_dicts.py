@@ -110,10 +110,6 @@ def is_flattened(value: Any) -> bool:
 class GroupOfEach(list[dict[str, Any]]):
     """A list of parameter groups with one group for each parameter, as a flattened state dict gives them."""
 
-    def merged_groups(self) -> list[dict[str, Any]]:
-        """Return new groups in which parameters with equal hyperparameters are together, for saving."""
-        return grouped((fqn, group) for group in self for fqn in group["params"])
-
 
 def grouped(parameters: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Group the parameters that have the same hyperparameters.
@@ -177,8 +173,13 @@ def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | Non
 
 
 def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups of a state dict by FQN in the form to save: those of a `GroupOfEach` are merged, others stay."""
-    return groups.merged_groups() if isinstance(groups, GroupOfEach) else groups
+    """Return the groups of a state dict by FQN in the form to save.
+
+    Parameters of a `GroupOfEach` with equal hyperparameters are put into one group; other groups stay.
+    """
+    if not isinstance(groups, GroupOfEach):
+        return groups
+    return grouped((fqn, group) for group in groups for fqn in group["params"])
 
 
 class Flattened:
