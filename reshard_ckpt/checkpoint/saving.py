@@ -341,24 +341,11 @@ def async_save(
         As for `save`, for errors that occur before this returns; or the previous save failed in the background.
     """
     options = SaveOptions(
-        mesh,
-        process_group,
-        metadata,
-        timeline,
-        sha256,
-        progress,
-        timeout_s,
-        staging,
-        host_buffer_bytes,
-        when_busy,
-        hold,
-        replicas,
-        exclude,
-        base,
-        verify_base,
-        rows,
-        duration_s(grace, option="grace", or_zero=True),
-    )
+        mesh, process_group, metadata, timeline, sha256, progress, timeout_s,
+        staging=staging, host_buffer_bytes=host_buffer_bytes, when_busy=when_busy, hold=hold,
+        replicas=replicas, exclude=exclude, base=base, verify_base=verify_base, rows=rows,
+        grace_s=duration_s(grace, option="grace", or_zero=True),
+    )  # fmt: skip
     return begin_save(path, state, options)
 
 

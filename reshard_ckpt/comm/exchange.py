@@ -110,10 +110,8 @@ class Exchange:
     def swap(self, messages: Sequence[bytes]) -> list[bytes]:
         """Send ``messages[r]`` to rank r, and return the messages to this rank, by sender. Collective; for small messages."""
         sent = [len(message) for message in messages]
-        sizes, received = (
-            torch.tensor(sent, dtype=torch.int64, device="cpu"),
-            torch.empty(self.size, dtype=torch.int64, device="cpu"),
-        )
+        sizes = torch.tensor(sent, dtype=torch.int64, device="cpu")
+        received = torch.empty(self.size, dtype=torch.int64, device="cpu")
         each = [sizes.element_size()] * self.size
         self._swap(sizes.view(torch.uint8), each, received.view(torch.uint8), each)
         outgoing = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8)[: sum(sent)]

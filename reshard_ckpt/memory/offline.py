@@ -221,9 +221,8 @@ def _write_absent(path: Path, generation: Generation, keys: Sequence[str], stora
         for key in keys:
             # Checked just before each file: another node may have written it meanwhile, or published the checkpoint.
             if not whole_files(storage, catalog, [key]):
-                with suppress(
-                    CorruptError
-                ):  # this copy is damaged: another node may hold a whole one, else the file is reported as missing
+                # If this copy is damaged, another node may hold a whole one; else the file is reported as missing.
+                with suppress(CorruptError):
                     num_bytes += write_files(images, catalog, [key], storage)
     return num_bytes
 

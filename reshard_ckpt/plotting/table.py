@@ -82,9 +82,8 @@ def lay_out(shape: Ints, offsets: I64, lengths: I64, part: I64) -> CellTable:
     parts = np.full((len(rows) - 1, len(columns) - 1), -1)
     for begin, size, number in zip(offsets, lengths, part.tolist(), strict=True):
         inside = [(at >= b) & (at < b + n) for at, b, n in zip(points, begin, size, strict=True)]
-        down, across = (
-            np.flatnonzero(np.all(of, axis=0)) if of else np.array([0]) for of in (inside[:k], inside[k:])
-        )  # if no dim is on this side, it has one cell
+        # A side without dims has one cell.
+        down, across = (np.flatnonzero(np.all(of, axis=0)) if of else np.array([0]) for of in (inside[:k], inside[k:]))
         if len(down) and len(across):
             parts[np.ix_(down, across)] = number
     return CellTable(rows, columns, k, parts)
