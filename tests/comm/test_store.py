@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -749,3 +750,18 @@ def test_an_error_class_that_this_rank_does_not_know_is_a_peer_error(kind: str):
     error = Refusal(kind, "text", (1,)).error()
     assert type(error) is PeerError
     assert error.ranks == (1,)
+
+
+@pytest.mark.parametrize("refused", [(), (1,), (1, 2)])
+@pytest.mark.parametrize("has_led", [False, True])
+def test_the_last_rank_of_a_machine_tells_its_leader_or_deletes_the_keys_of_one_that_has_left(
+    refused: tuple[int, ...], has_led: bool
+) -> None:
+    """Also if ranks before it, which have a refusal, have counted themselves in rank 0's store."""
+    store, deleted = dist.HashStore(), []
+    store.add("left", node_module._LED * has_led)
+    for rank in (1, 2):
+        comm = mock.Mock(_others=(1, 2), _refusal=1 if rank in refused else None, _delete_near=deleted.append)
+        assert NodeComm._leave_machine(comm, store) == has_led
+        assert store.check(["gone"]) == (rank == 2)
+    assert deleted == [store] * has_led
