@@ -42,8 +42,8 @@ def saved_catalog() -> Catalog:
     """The catalog of the flat ranges, as if each rank had written the items of its plan to a file without a header."""
     whole = box_piece((0, 0), SHAPE, 0, row_major_strides(SHAPE))
     runs = [Piece(whole.offsets, whole.lengths, start, stop - start, -start, whole.strides) for start, stop in RUNS]
-    sent = [encode_metadata(build_local_metadata([_spec(run)], 0, None)) for run in runs]
-    plan = plan_save(decode_metadata([one.tensors for one in sent], [one.rows for one in sent]))
+    tensors, rows, _ = zip(*(encode_metadata(build_local_metadata([_spec(run)], 0, None)) for run in runs), strict=True)
+    plan = plan_save(decode_metadata(tensors, rows))
     sizes = plan.part_count * 4
     first = np.array([int(sizes[: plan.items_of(rank).start].sum()) for rank in range(len(RUNS))])
     offset = np.cumsum(sizes) - sizes - first[plan.rank]
