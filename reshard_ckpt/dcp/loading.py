@@ -23,7 +23,7 @@ from ..state.capture import Target
 from ..state.targets import Prefixes
 from .arguments import Path, group_of, load_path, named_path, share_errors
 from .metadata import FORMATS_AS_SAVED
-from .state_dicts import call_state_dicts, loading_form, restore
+from .state_dicts import call_state_dicts, hold_whole, loading_form, restore
 from .torch_calls import call_torch, is_custom, is_custom_planner
 from .torch_errors import rank_prefix, torch_compatible
 
@@ -99,16 +99,21 @@ def load(
             state_dict[key] = loaded
 
 
-def _target_of(form: Mapping[str, Any]) -> Prepare:
-    """Return a `Prepare` function as `target_of` does, which also wants the keys of dicts in lists: DCP names each of these."""
+def _target_of(form: dict[str, Any]) -> Prepare:
+    """Return a `Prepare` function as `target_of` does, which also wants the keys of dicts in lists: DCP names each of these.
+
+    Tuples of tensors that the checkpoint has under one name become values in `form`.
+    """
     lists = {name_of(at): leaf for at, leaf in flatten(form, children_of_dict) if type(leaf) is list}
 
     def prepare(saved: Catalog, comm: Comm) -> Target:
+        plain = {one.name for one in saved.values_table if one.kind is ValueKind.PLAIN}
+        hold_whole(form, lambda name: name in plain or name in saved or name in saved.unreadable)
         target = target_of(form, adds=False)(saved, comm)
-        plain = [one.name for one in saved.values_table if one.kind is ValueKind.PLAIN and one.name in lists]
+        in_lists = lists.keys() & plain
 
         def check(values: Mapping[str, Any]) -> list[str]:
-            return [*target.check(values), *(line for name in plain for line in _lacking(name, lists[name], values[name]))]
+            return [*target.check(values), *(line for name in in_lists for line in _lacking(name, lists[name], values[name]))]
 
         return replace(target, check=check)
 

@@ -26,9 +26,12 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.group import current_accelerator
 from ..core.catalog.names import GROUPS, STATE
+from ..core.trees import Path, children, leaves, map_tree, name_of
 from ..errors import UsageError
 from ..state.optimizer_dicts import PlainDict, flattened, is_flattened, is_numbered, nested, saved_groups
-from ..state.walk import Verbatim
+from ..state.shards import Value
+from ..state.tensors import is_tensor_like
+from ..state.walk import PLAIN, Verbatim
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 
@@ -79,6 +82,28 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
     return value
 
 
+def hold_whole(node: Any, has: Callable[[str], bool], path: Path = ()) -> Any:
+    """Put a `Value` in the place of each tuple of tensors in a form that the checkpoint has under one name; return the form.
+
+    DCP takes no tuple apart. A list without other tensors is one value, too, and may have such tuples in it.
+
+    Parameters
+    ----------
+    has
+        Tells whether the checkpoint has a tensor or a plain value of this name, readable or not.
+    """
+    if isinstance(node, Mapping):
+        for key, child in node.items():
+            node[key] = hold_whole(child, has, (*path, key))  # type: ignore[index]
+    elif isinstance(node, list | tuple) and not PLAIN.issuperset(map(type, node)) and any(map(is_tensor_like, leaves(node))):
+        apart = leaves(node, lambda child: None if isinstance(child, tuple) else children(child))
+        if has(name_of(path)) and not any(map(is_tensor_like, apart)):
+            return Value(node)
+        if type(node) is list:
+            return [hold_whole(child, has, (*path, i)) for i, child in enumerate(node)]
+    return node
+
+
 def _materialize(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "local_shards") or not tensor.is_meta:  # a ShardedTensor is asked nothing else: each access warns
         return tensor
@@ -98,6 +123,11 @@ def restore(value: Any, form: Any) -> Any:
 
     Dicts and lists are changed in place and returned. Any other value is returned new, for the caller to store.
     """
+    if isinstance(form, Value):
+        # Loaded values have their tensors on the CPU. These go to the device of the tensors that they replace.
+        held = (_materialize(leaf).device for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+        device = next(held, torch.device("cpu"))
+        form = map_tree(lambda _, node: node.to(device) if isinstance(node, torch.Tensor) else node, form.value)
     if isinstance(value, io.BytesIO):
         return io.BytesIO(form) if isinstance(form, bytes) else form
     if isinstance(value, Mapping) and value and isinstance(form, Mapping):

@@ -44,7 +44,7 @@ MAX_SHOWN = 6
 _MOST_CHILDREN = 10_000
 """The most children of a container in an object that is searched for optimizers; longer ones hold data, such as indices."""
 
-_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 """Types of most values in a state; objects of these types contain nothing."""
 
 
@@ -169,7 +169,7 @@ def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], step
     """
     kind = type(value)
     name = name_of(path)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         rows.append(Entry(name, path, Kind.VALUE, value))
     elif plain_local(value) is not None:
         rows.append(Entry(name, path, Kind.TENSOR, value))
@@ -189,7 +189,7 @@ def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], step
         rows.append(Entry(name, path, Kind.OBJECT, value))
     elif isinstance(value, Mapping) and value:
         _add_dict(rows, value, path, above, steps_of)
-    elif isinstance(value, list | tuple) and not all(type(child) in _PLAIN for child in value):
+    elif isinstance(value, list | tuple) and not all(type(child) in PLAIN for child in value):
         above = _checked_above(value, path, above)
         inside: list[Entry] = []
         for i, child in enumerate(value):

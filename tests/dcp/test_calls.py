@@ -164,6 +164,8 @@ def test_partial_load_of_a_default_planner_leaves_what_is_missing(tmp_path: Path
         ({"b": torch.zeros(4)}, r"Size mismatch: b: saved with global shape \(3,\), wanted \(4,\); change the state dict"),
         ({"b": 3}, "b: saved as a tensor, wanted as a value"),
         ({"a": {"x": torch.zeros(1)}}, "a.x: saved as a value, wanted as a tensor"),
+        ({"b": (torch.zeros(3),)}, "b: saved as a tensor, wanted as a value"),
+        ({"odd": (torch.zeros(1),)}, "odd is a value that cannot be read without executing code"),
         ({"odd": 0}, "odd is a value that cannot be read without executing code"),
     ],
 )
@@ -188,6 +190,30 @@ def test_another_dtype_is_converted_as_torch_does_and_said(tmp_path: Path):
     with pytest.warns(UserWarning, match="w: saved as torch.float32, loaded as torch.bfloat16"):
         dcp.load(target, checkpoint_id=tmp_path)
     assert torch.equal(target["w"], torch.tensor([1.5, 2.25], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_tuples_of_tensors_load_from_the_folders_of_torch_as_torch_loads_them(tmp_path: Path, partial: bool):
+    def state(x: float) -> dict[str, Any]:
+        w = torch.full((3,), x)
+        apart = {"list": [w, (w + 1, w)], "dict in a list": [{"t": (w,)}, x], "plain": (x, x)}
+        return {"t": (w, w + 1), "n": {"t": (w, x)}, "in a list": [(w, w), {"a": x}], "nested": ((w,), [w]), **apart}
+
+    torch_dcp.save(state(1), checkpoint_id=tmp_path)
+    target, wanted = state(5), state(5)
+    kept = target["list"], target["list"][0], target["in a list"][1]
+    dcp.load(target, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=partial))
+    torch_dcp.load(wanted, checkpoint_id=tmp_path)
+    torch.testing.assert_close(target, wanted, rtol=0, atol=0)
+    now = target["list"], target["list"][0], target["in a list"][1]
+    assert all(a is b for a, b in zip(kept, now, strict=True))  # lists, dicts, and tensors outside of tuples
+    target = {"t": (torch.zeros(3), torch.zeros(3, device="meta")), "more": (torch.ones(2),)}
+    if partial:
+        dcp.load(target, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+        torch.testing.assert_close(target, {"t": wanted["t"], "more": (torch.ones(2),)}, rtol=0, atol=0)
+    else:
+        with pytest.raises(MismatchError, match=r"more\.0: not in the checkpoint"):
+            dcp.load(target, checkpoint_id=tmp_path)
 
 
 def test_an_empty_place_for_saved_state_is_said(tmp_path: Path):
