@@ -266,12 +266,14 @@ def held_back(state: Any) -> tuple[list[Optimizer], list[torch.Tensor]]:
     """Return the optimizers in a state whose steps can be delayed, and the local tensors that only these optimizers change.
 
     The optimizers may lie at any depth. Optimizers that they wrap count too, because these may be stepped by themselves.
+    Inference tensors are left out: they have no version counter, which would show a change by other code.
     """
     found = (optimizer for leaf in leaves(state) if isinstance(leaf, Optimizer) for optimizer in optimizers_of(leaf))
     optimizers = list({id(optimizer): optimizer for optimizer in found}.values())
     held = [optimizer for optimizer in optimizers if can_be_held(optimizer)]
     others = [optimizer for optimizer in optimizers if not can_be_held(optimizer)]
-    owned, shared = owned_tensors(held), {tensor.untyped_storage().data_ptr() for tensor in owned_tensors(others)}
+    owned = [tensor for tensor in owned_tensors(held) if not tensor.is_inference()]
+    shared = {tensor.untyped_storage().data_ptr() for tensor in owned_tensors(others)}
     return held, [tensor for tensor in owned if tensor.untyped_storage().data_ptr() not in shared] if shared else owned
 
 

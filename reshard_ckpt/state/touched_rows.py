@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -62,7 +63,7 @@ class Table:
         self._is_exact, self._counts_memory = policy == "touched", policy == "largest_change"
         self._tried: tuple[Any, bool] | None = None
         """The last optimizer and hyperparameters of `is_moved_by`, and the answer."""
-        self._versions: dict[tuple[Any, ...], int] = {}
+        self._versions: dict[tuple[Any, ...], float] = {}
         """The version of the table, and of each tensor of its optimizer's state, after the last known change, by the memory."""
         self.note()
 
@@ -440,9 +441,12 @@ def _memory_key(memory: torch.Tensor) -> tuple[Any, ...]:
     return StorageWeakRef(memory.untyped_storage()), memory.storage_offset(), tuple(memory.shape)  # type: ignore[no-untyped-call]
 
 
-def _version(memory: torch.Tensor) -> int:
-    """Return torch's version counter of a tensor, which rises with each change that torch sees; 0 for inference tensors."""
-    return 0 if memory.is_inference() else memory._version
+def _version(memory: torch.Tensor) -> float:
+    """Return torch's version counter of a tensor, which rises with each change that torch sees.
+
+    An inference tensor has no counter. It gets NaN, which differs from every earlier version, so any change counts as unknown.
+    """
+    return math.nan if memory.is_inference() else memory._version
 
 
 class _WeakHook:

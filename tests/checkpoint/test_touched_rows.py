@@ -275,6 +275,21 @@ def test_changes_of_optimizer_state_between_steps_are_written(tmp_path: Path):
             assert_holds(tmp_path / str(n), job.values())
 
 
+def test_changes_of_optimizer_state_of_inference_mode_are_written(tmp_path: Path):
+    """Its tensors have no version counters that would show the changes."""
+    job = Job("adagrad")
+    with torch.inference_mode():
+        job.optimizers[0] = job.state["sparse"] = torch.optim.Adagrad([job.table], lr=0.5)
+    tracker = TouchedRows(job.model)
+    for n in range(3):
+        job.forward([1, 2]).backward()
+        with torch.inference_mode():
+            job.update()
+            job.optimizers[0].state[job.table]["sum"][100:200] += 1
+        checkpoint.save(tmp_path / str(n), job.state, base=tmp_path / str(n - 1) if n else None, rows=tracker)
+        assert_holds(tmp_path / str(n), job.values())
+
+
 def test_memory_at_the_address_of_freed_memory_is_written(tmp_path: Path):
     job = Job("adagrad")
     tracker = TouchedRows(job.model)
