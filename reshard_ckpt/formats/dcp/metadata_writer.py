@@ -20,10 +20,8 @@ VERSION = "1.0.0"
 """The version that ``.metadata`` gets. torch has written this one ever since it writes a version."""
 
 
-def metadata_bytes(
-    tensors: Mapping[str, SavedTensor], values: Mapping[str, Extent], paths: Mapping[str, KeyPath], *, where: str
-) -> bytes:
-    """Encode the file ``.metadata`` of a DCP folder.
+def metadata_bytes(tensors: Mapping[str, SavedTensor], values: Mapping[str, Extent], paths: Mapping[str, KeyPath]) -> bytes:
+    """Encode the file ``.metadata`` of a DCP folder. It does not name the folder, which may be moved to its place later.
 
     Parameters
     ----------
@@ -31,8 +29,6 @@ def metadata_bytes(
         The tensors with their chunks, and the places of the values, by DCP name.
     paths
         The keys in the state that lead to each name.
-    where
-        The URL of the folder.
     """
     stored = {
         _index(name, chunk.offsets, hint): _extent(chunk.extent)
@@ -51,7 +47,7 @@ def metadata_bytes(
     }
     # The id follows from the content, so that any number of processes write the same bytes.
     save_id = uuid.UUID(bytes=digest128(pickled(_dcp("Metadata", fields))))
-    about: dict[str, Any] = {"checkpoint_id": where, "save_id": str(save_id), "load_id": None, "modules": []}
+    about: dict[str, Any] = {"checkpoint_id": None, "save_id": str(save_id), "load_id": None, "modules": []}
     return pickled(_dcp("Metadata", {**fields, "storage_meta": _dcp("StorageMeta", about)}))
 
 

@@ -129,7 +129,7 @@ def write_folder(
     kept = write_files(comm, storage, out.all(), bytes_of, notes=notes)
     # Readers look for ``.metadata``. It is published last, when all other files are durable.
     if comm.rank == 0:
-        storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths, where=storage.url), expected=ABSENT)
+        storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths), expected=ABSENT)
     return kept
 
 

@@ -306,7 +306,7 @@ def test_chunks_of_ranks_that_overlap_are_of_no_use():
             values = {"mixed": Extent("__1_0.distcp", 0, 100)} if rank == 1 else {}
             if rank == 2:
                 tensors["other"] = SavedTensor(torch.float64, (12,), (with_bytes,))
-            storage.publish(f"__{rank}.metadata", metadata_bytes(tensors, values, {}, where=""))
+            storage.publish(f"__{rank}.metadata", metadata_bytes(tensors, values, {}))
         said = read_folder(storage)
     expected = {
         "t": "has chunks that overlap",
@@ -329,7 +329,7 @@ def test_a_shard_is_of_the_rank_whose_file_it_lies_in(tmp_path):
         chunks.append(Chunk((row, 0), (1, 4), Extent(file, extent.offset, extent.length)))
         shutil.rmtree(tmp_path / "one")
     tensors = {"w": SavedTensor(torch.float32, (3, 4), tuple(chunks))}
-    (tmp_path / ".metadata").write_bytes(metadata_bytes(tensors, {}, {}, where=""))
+    (tmp_path / ".metadata").write_bytes(metadata_bytes(tensors, {}, {}))
     shards = checkpoint.catalog(tmp_path).tensor("model.w").shards
     assert {shard.offsets[0]: shard.file.rank for shard in shards} == dict(enumerate(ranks))
     assert checkpoint.read(tmp_path)["model.w"][:, 0].tolist() == list(map(float, ranks))

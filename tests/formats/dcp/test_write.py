@@ -125,6 +125,7 @@ def test_a_folder_of_dcp_is_written_again_from_itself(tmp_path):
     state = {"model": {"w": values_of((7, 5), "F32", 1), "t": values_of((4, 6), "F32", 2).t()}, "extra": {"step": 5}}
     dcp.save(state, checkpoint_id=tmp_path / "a")
     write(tmp_path / "a", tmp_path / "b")
+    assert bytes(tmp_path) not in (tmp_path / "b" / ".metadata").read_bytes()  # the folder is moved after it was written
     found = {"model": {"w": torch.zeros(7, 5), "t": torch.zeros(6, 4)}, "extra": {"step": 0}}
     dcp.load(found, checkpoint_id=tmp_path / "b")
     assert found["extra"] == {"step": 5}
