@@ -319,6 +319,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     parts: list[ValueTarget] = []
     unplaced: list[str] = []
     removed: list[str] = []
+    given: dict[int, torch.Tensor] = {}
     with torch.no_grad():  # as for saving
         for row in rows_of(walked):
             if row.kind is Kind.TENSOR:
@@ -327,7 +328,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
                 parts.append(ModulesTarget(row.name, row.value))
                 wanted += [entry for state in row.value for entry in state.opened.rows if entry.kind is Kind.TENSOR]
             elif row.kind is Kind.OPTIMIZERS:
-                target = OptimizersTarget(row.name, row.value, catalog)
+                target = OptimizersTarget(row.name, row.value, catalog, given)
                 parts.append(target)
                 unplaced += target.unplaced
                 removed += target.removed

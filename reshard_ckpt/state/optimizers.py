@@ -70,6 +70,11 @@ def saved_keys(optimizer: str, catalog: Catalog) -> dict[str, dict[str, str]]:
 class OptimizersTarget:
     """The optimizers under one key of the state, as the target of a load.
 
+    Parameters
+    ----------
+    given
+        By the id of each tensor among the hyperparameters, the value that it got; one dict for all optimizers of a load.
+
     Attributes
     ----------
     rows
@@ -82,8 +87,8 @@ class OptimizersTarget:
         The names of state that the load takes out, because the checkpoint has no state of its parameter.
     """
 
-    def __init__(self, name: str, views: Sequence[OptimizerView], catalog: Catalog) -> None:
-        self.name = name
+    def __init__(self, name: str, views: Sequence[OptimizerView], catalog: Catalog, given: dict[int, torch.Tensor]) -> None:
+        self.name, self._given = name, given
         self._views = views
         self._beside = [key for view in views for key in view.beside]
         self._catalog, self._saved = catalog, catalog.indices
@@ -214,14 +219,12 @@ class OptimizersTarget:
         for view in self._views:
             if view.flat is not None:
                 view.flat.give_back()
-        # given: by the id of each tensor among the hyperparameters, the value that it got
-        given: dict[int, torch.Tensor] = {}
         for view, group, selection in self._selections:
-            _set_hyperparameters(group, selection.hyperparameters, given)
+            _set_hyperparameters(group, selection.hyperparameters, self._given)
             members = {id(param) for param in group["params"]}
             for follower in view.followers:
                 if any(id(param) in members for param in follower["params"]):
-                    _set_hyperparameters(follower, selection.hyperparameters, given)
+                    _set_hyperparameters(follower, selection.hyperparameters, self._given)
 
     def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         state, param, owner = plan.slot.state, plan.slot.key, plan.slot.owner
@@ -252,7 +255,7 @@ def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any], given:
         present = group.get(key)
         if isinstance(present, torch.Tensor):  # a captured graph may hold on to it
             loaded = torch.as_tensor(value, dtype=present.dtype, device="cpu")
-            # Groups made with one default share its tensor. A group whose saved value is another one gets a tensor of its own.
+            # Groups and optimizers made with one tensor share it. A group whose saved value is another one gets one of its own.
             if not torch.equal(given.setdefault(id(present), loaded), loaded):
                 present = group[key] = present.clone()
             present.data.copy_(loaded)  # it may require a gradient

@@ -195,6 +195,21 @@ def test_groups_that_share_a_tensor_get_their_own_learning_rates():
         assert fresh.param_groups[0]["lr"] is rate
 
 
+def test_optimizers_that_share_a_tensor_get_their_own_learning_rates():
+    model = net()
+
+    def optimizers(*rates: Any) -> dict[str, torch.optim.Optimizer]:
+        pairs = zip(("first", "second"), (0, 2), rates, strict=True)
+        return {key: torch.optim.AdamW(model[i].parameters(), lr=rate, foreach=False) for key, i, rate in pairs}
+
+    saved = save([capture({"model": model, **optimizers(0.25, 0.5)})])
+    rate = torch.tensor(9.0)
+    fresh = optimizers(rate, rate)
+    load(saved, {"model": model, **fresh})
+    assert [optimizer.param_groups[0]["lr"].item() for optimizer in fresh.values()] == [0.25, 0.5]
+    assert fresh["first"].param_groups[0]["lr"] is rate
+
+
 def test_frozen_and_not_yet_stepped_parameters_have_no_state_before_and_after():
     model = net()
     model[0].weight.requires_grad_(False)
