@@ -44,9 +44,13 @@ class _Held:
         self.handle_allowed()
 
     def handle_allowed(self) -> None:
-        while self.are_allowed and self.waiting:
+        """Call the handlers of all signals that wait, if signals are allowed; also if the handler of one raises."""
+        if self.are_allowed and self.waiting:
             number, frame = self.waiting.popitem()
-            self.handlers[number](number, frame)
+            try:
+                self.handlers[number](number, frame)
+            finally:
+                self.handle_allowed()
 
 
 _LOCAL = threading.local()

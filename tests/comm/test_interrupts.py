@@ -71,6 +71,18 @@ def test_local_work_meets_the_signal_that_waits_and_those_that_come(number: int)
         assert not interrupt_waits()
 
 
+@pytest.mark.parametrize("order", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_each_signal_that_waits_is_handled_though_the_handler_of_one_raises(order: tuple[int, int]):
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts_held():
+            list(map(signal.raise_signal, order))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
 def test_a_block_within_local_work_holds_signals_back_again(number: int):
     with interrupts_held(), interrupts_allowed():
         with suppress(KeyboardInterrupt), ExitStack() as inner:
