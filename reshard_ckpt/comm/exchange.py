@@ -1,7 +1,7 @@
 """Bulk data from rank to rank: all-to-alls over the job's process group, or over a gloo group beside it for host memory.
 
 These are the only collectives of this package. They run only in calls that need them (`load` with ``read_once=True``,
-`reshard_live`), and in the caller's thread, so they cannot meet a collective of the training loop.
+`reshard_live`, a save with ``rows=``), and in the caller's thread, so they cannot meet a collective of the training loop.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Exchange:
 def _failed(error: RuntimeError) -> PeerError:
     return PeerError(
         f"the exchange over the process group failed: {error}; another rank has probably failed: its log says why. "
-        "If the group itself is at fault, load with read_once=False, or save and load instead of reshard_live"
+        "If the group itself is at fault, load with read_once=False, save without rows=, or save and load instead of reshard_live"
     )
 
 

@@ -20,12 +20,14 @@ from reshard_ckpt.checkpoint import live_job
 from reshard_ckpt.comm import exchange, turns
 from reshard_ckpt.engine.common import mover, rounds
 from reshard_ckpt.engine.loading import read_once
+from reshard_ckpt.engine.saving import touched
 from reshard_ckpt.errors import PeerError
 from tests.helpers import position_values
 from tests.launch import on_ranks
 
 FILES = {str(module.__file__) for module in (live_job, exchange, mover, rounds, read_once)}
 MEETING = {str(turns.__file__)}
+MERGING = {str(exchange.__file__), str(touched.__file__)}
 STRIDE = 41
 
 
@@ -59,7 +61,7 @@ def interrupted_at(point: int, files: set[str], call: Callable[[], object]) -> b
     return reached > point
 
 
-def try_every_point(files: set[str], call: Callable[[], object], check: Callable[[], None]) -> int:
+def try_every_point(files: set[str], call: Callable[[], object], check: Callable[[], None], stride: int = STRIDE) -> int:
     """Interrupt one rank after the other at one line after the other. Return the number of calls that an interrupt ended."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork of the elastic agent has the agent's
     rank, size, ended = dist.get_rank(), dist.get_world_size(), 0
@@ -68,7 +70,7 @@ def try_every_point(files: set[str], call: Callable[[], object], check: Callable
         error: BaseException | None = None
         try:
             if rank == chosen:
-                has_come[0] = interrupted_at(number * STRIDE, files, call)
+                has_come[0] = interrupted_at(number * stride, files, call)
             else:
                 call()
         except (KeyboardInterrupt, PeerError) as raised:
@@ -105,3 +107,24 @@ def test_ctrl_c_at_any_line_leaves_no_message_in_the_process_group(operation: st
     # A one-shot call is told apart from no call only once its session is open.
     files = FILES | MEETING if operation in ("kept", "delta") else FILES
     assert try_every_point(files, call, check) > 3
+
+
+@pytest.mark.slow
+@on_ranks(3)
+def test_ctrl_c_while_ranks_merge_their_rows_leaves_no_message_in_the_process_group(tmp_path: Path):
+    table, numbers = torch.nn.Embedding(96, 30), count()
+    rows = checkpoint.TouchedRows(table)
+    path = tmp_path
+
+    def call() -> None:
+        nonlocal path
+        path = tmp_path / str(next(numbers))
+        checkpoint.save(path, {"table": table}, rows=rows, timeout_s=300)
+        rows.mark(table.weight, torch.tensor([dist.get_rank()]))
+        base, path = path, tmp_path / str(next(numbers))
+        checkpoint.save(path, {"table": table}, rows=rows, base=base, timeout_s=300)
+
+    def check() -> None:
+        assert torch.equal(checkpoint.read(path)["table.weight"], table.weight)
+
+    assert try_every_point(MERGING, call, check, stride=7) > 3

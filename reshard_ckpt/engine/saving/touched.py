@@ -23,6 +23,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from ...comm import interrupts_held
 from ...comm.exchange import Exchange, open_exchange
 from ...comm.protocol import Comm, merge_of_all
 from ...core.catalog.model import TensorKind
@@ -75,6 +76,7 @@ class Tracker(Protocol):
 _SCORES = {"touched": bool, "sampled": bool, "most_used": np.int64, "largest_change": np.float32}
 
 
+@interrupts_held()
 def choose(
     comm: Comm,
     tracker: Tracker,
