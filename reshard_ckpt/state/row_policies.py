@@ -40,7 +40,7 @@ class Touched:
 
     def add(self, rows: torch.Tensor) -> None:
         if self._bits is None or self._bits.device != rows.device:
-            held = torch.zeros(self._num_bytes + 1, dtype=torch.uint8) if self._bits is None else self._bits
+            held = torch.zeros(self._num_bytes + 1, dtype=torch.uint8, device=rows.device) if self._bits is None else self._bits
             self._bits = held.to(rows.device)
         # For each of the 8 bits, all rows with that bit write equal values into a byte, so repeated rows do no harm. The other
         # rows write into the last byte, which stands for no row. Nothing here waits for a device.

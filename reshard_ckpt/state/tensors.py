@@ -171,7 +171,7 @@ def _refuse_overlap(memory: torch.Tensor, name: str) -> None:
     if not may_overlap:
         return
     # Strides may interleave without meeting. Mark the place of each element: as many marks as elements mean that none meet.
-    marks = torch.zeros(extent, dtype=torch.bool)
+    marks = torch.zeros(extent, dtype=torch.bool, device="cpu")
     if not repeats:
         marks.as_strided(memory.shape, memory.stride()).fill_(True)
     if int(marks.sum()) < memory.numel():

@@ -27,6 +27,7 @@ def state(number: int) -> dict[str, Any]:
         "optimizer": optimizer,
         "turned": (torch.arange(SHAPE[0] * SHAPE[1]).reshape(SHAPE) + number).t(),
         "some": torch.arange(10)[::2] + number,
+        "woven": (torch.arange(8) + number).as_strided((2, 3), (3, 2)),
         "empty": torch.zeros(0, 3),
         "extra": {"deep": [torch.ones(2) * number, torch.ones(0)], "long": "x" * 9000},
         "rng": PerRank(torch.get_rng_state()),
@@ -42,6 +43,7 @@ def assert_is(found: dict[str, Any], number: int) -> None:
             assert torch.equal(found["optimizer"].state[one][key], value)
     assert torch.equal(found["turned"], wanted["turned"])
     assert torch.equal(found["some"], wanted["some"])
+    assert torch.equal(found["woven"], wanted["woven"])
     assert torch.equal(found["extra"]["deep"][0], wanted["extra"]["deep"][0])
     assert torch.equal(found["rng"].value, wanted["rng"].value)
 

@@ -812,8 +812,9 @@ def test_ranks_merge_their_rows_in_host_memory_whatever_the_default_device(tmp_p
     table = nn.Embedding(ROWS, DIM)
     tracker = TouchedRows(table)
     checkpoint.save(tmp_path / "1", {"model": table}, rows=tracker)
-    tracker.mark(table.weight, torch.tensor([dist.get_rank()]))
+    own = torch.tensor([dist.get_rank()])
     with torch.device("meta"):  # which keeps nothing: host memory must not be taken there
+        tracker.mark(table.weight, own)
         report = checkpoint.save(tmp_path / "2", {"model": table}, rows=tracker, base=tmp_path / "1")
     written = torch.tensor(report.bytes_written)
     dist.all_reduce(written)
