@@ -53,8 +53,9 @@ class RunSteps:
 
     def catalog(self, step: int) -> Catalog | None:
         """Read the catalog of a step from this node's memory or the store; None if neither has the step."""
-        in_memory = {} if self._memory is None else self._memory.catalogs()
-        if checked_step(step) in in_memory:
+        step = checked_step(step)
+        in_memory = {} if self._memory is None else self._memory.catalogs(step)
+        if step in in_memory:
             return in_memory[step]
         try:
             with open_source(self.path(step)) as source:

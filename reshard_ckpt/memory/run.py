@@ -193,12 +193,13 @@ class MemoryRun:
     def _known(self) -> list[Generation]:
         return [held for held in find_generations(self._folder) if self._is_current(held) and not held.is_damaged]
 
-    def catalogs(self) -> dict[int, Catalog]:
-        """Return the catalogs of the checkpoints that this node knows to be in memory, by step.
+    def catalogs(self, step: int | None = None) -> dict[int, Catalog]:
+        """Return the catalogs of the checkpoints that this node knows to be in memory, by step; with `step`, of that step alone.
 
         A checkpoint is left out if the store has a newer save of its step: a job died before memory forgot the older one.
         """
-        known = [held for held in self._known() if not is_older(held.save_id, held.older, self._stored_id(held.step))]
+        asked = [held for held in self._known() if step in (None, held.step)]
+        known = [held for held in asked if not is_older(held.save_id, held.older, self._stored_id(held.step))]
         return {generation.step: generation.decoded_catalog() for generation in known}
 
     def async_save(self, step: int, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> SaveHandle:

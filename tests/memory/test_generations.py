@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,19 @@ def test_a_save_of_the_same_step_in_the_store_is_newer_though_the_job_died_befor
     killed(manager)
     with Manager(tmp_path, memory=memory) as manager:
         assert loaded(manager) == (5, "memory")
+
+
+def test_the_store_is_asked_for_the_step_that_a_caller_describes_and_for_no_other(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[int] = []
+    monkeypatch.setattr(MemoryRun, "_stored_id", lambda _, step: asked.append(step) or "")
+    with Manager(tmp_path, memory=replace(memory, generations=3), persist_every=1000) as manager:
+        for step in (1, 2, 3):
+            manager.async_save(step, state(step), metadata=f"step {step}").result()
+        asked.clear()
+        assert manager.metadata(2) == "step 2"
+        assert asked == [2]
 
 
 def test_the_next_job_frees_the_memory_of_a_generation_file_whose_writer_was_killed(
