@@ -310,19 +310,19 @@ def test_what_is_chosen_renamed_and_cast_is_what_arrives(tmp_path: Path):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda src, dst: checkpoint.convert(src, dst, to="reshard", rename={"a.extra": "more"}),
-        lambda src, dst: checkpoint.convert(src, dst, to="reshard", root="a", rename=lambda name: name.replace("extra", "more")),
-        lambda src, dst: checkpoint.reshard(src, dst, mesh={"dp": 1}, rename={"a.extra": "more"}),
+        lambda src, dst: checkpoint.convert(src, dst, to="reshard", rename={"a.extra": "an_extra"}),
+        lambda src, dst: checkpoint.convert(src, dst, to="reshard", root="a", rename=lambda name: name.replace("ext", "an_ext")),
+        lambda src, dst: checkpoint.reshard(src, dst, mesh={"dp": 1}, rename={"a.extra": "an_extra"}),
     ],
 )
 def test_values_keep_their_keys_below_another_name(tmp_path: Path, call: Any):
     below = {3: "x", "b.c": 5, "n": {7: 2}, "of": OrderedDict(z=1, a={1.5: 2})}
     checkpoint.save(tmp_path / "n", {"a": {"extra": {**below, "l": [torch.ones(1), 4]}}})
     call(tmp_path / "n", tmp_path / "r")
-    state: dict[str, Any] = {"more": {"l": [torch.zeros(1), 0]}}
+    state: dict[str, Any] = {"an_extra": {"l": [torch.zeros(1), 0]}}
     checkpoint.load(tmp_path / "r", state)
-    assert (state["more"].pop("l")[1], state["more"]) == (4, below)
-    assert type(state["more"]["of"]) is OrderedDict
+    assert (state["an_extra"].pop("l")[1], state["an_extra"]) == (4, below)
+    assert type(state["an_extra"]["of"]) is OrderedDict
 
 
 def test_a_tied_tensor_of_another_dtype_is_tied_no_more(tmp_path: Path):

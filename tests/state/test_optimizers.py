@@ -184,15 +184,24 @@ def test_a_learning_rate_that_is_a_tensor_is_set_in_place():
     assert isinstance(plain.param_groups[0]["lr"], float)
 
 
-def test_groups_that_share_a_tensor_get_their_own_learning_rates():
+@pytest.mark.parametrize("second", [0.5, torch.tensor(0.1, dtype=torch.float64)])
+def test_groups_that_share_a_tensor_get_their_own_learning_rates(second: float | torch.Tensor):
     model = net()
     groups = [{"params": list(model[i].parameters())} for i in (0, 2)]
-    saved = saved_of(model, torch.optim.AdamW([{**group, "lr": lr} for group, lr in zip(groups, (0.25, 0.5), strict=True)]))
+    rates = zip(groups, (0.1, second), strict=True)
+    saved = saved_of(model, torch.optim.AdamW([{**group, "lr": lr} for group, lr in rates], foreach=False))
     for rate in (torch.tensor(9.0), torch.tensor(9.0, requires_grad=True)):
-        fresh = torch.optim.AdamW([dict(group) for group in groups], lr=rate, foreach=False)  # both groups hold the tensor
+        fresh: Any = torch.optim.AdamW([dict(group) for group in groups], lr=rate, foreach=False)  # both groups hold the tensor
         load(saved, {"model": model, "optimizer": fresh})
-        assert [group["lr"].item() for group in fresh.param_groups] == [0.25, 0.5]
-        assert fresh.param_groups[0]["lr"] is rate
+        assert [group["lr"].item() for group in fresh.param_groups] == pytest.approx([0.1, float(second)])
+        assert [group["lr"] is rate for group in fresh.param_groups] == [True, second == 0.1]
+        # As a ZeroRedundancyOptimizer has one inside: its groups get the rates of the groups that have their parameters.
+        inner: Any = torch.optim.AdamW([dict(group) for group in groups], lr=rate, foreach=False)
+        fresh.optim, fresh.consolidate_state_dict = inner, None
+        load(saved, {"model": model, "optimizer": fresh})
+        assert [group["lr"].item() for group in (*fresh.param_groups, *inner.param_groups)] == pytest.approx(
+            [0.1, float(second)] * 2
+        )
 
 
 def test_optimizers_that_share_a_tensor_get_their_own_learning_rates():
@@ -309,6 +318,7 @@ def test_state_of_a_tied_parameter_is_saved_under_each_name_once():
         ((3.0, 3.0), 0.1, None),
         ((3.0, 4.0), 0.1, r"optimizer.state.b.weight.step: tied to optimizer.state.a.weight.step .* different values"),
         ((3.0, torch.tensor(3.0)), 0.1, r"optimizer.state.b.weight.step: missing value"),
+        ((torch.tensor(3.0), 3.0), 0.1, r"optimizer.state.a.weight.step: missing value"),
         ((3.0, 3.0), 0.2, r"draws from saved groups 0 \(a.weight\) and 1 \(b.weight\), whose lr differs"),
     ],
 )

@@ -173,7 +173,7 @@ class Groups:
 def groups_beyond(groups: Sequence[Group], older: Sequence[Group]) -> list[Group]:
     """Return the groups of `older` that have parameters, and share none with any group of `groups`.
 
-    >>> groups_beyond([{"lr": 1, "params": ["a"]}], [{"lr": 2, "params": ["a", "b"]}, {"lr": 3, "params": ["c"]}])
+    >>> groups_beyond([{"lr": 1, "params": ["a"]}], [{"params": ["a", "b"]}, {"lr": 3, "params": ["c"]}, {"params": []}])
     [{'lr': 3, 'params': ['c']}]
     """
     known = {fqn for group in groups for fqn in group["params"]}

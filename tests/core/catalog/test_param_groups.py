@@ -77,8 +77,9 @@ def test_select_reports_a_parameter_that_no_saved_group_holds_and_uses_the_other
         ([group(1, "a"), group(2)], [[], ["a"]], [None, 1]),
         ([group(1, "a")], [["a"], []], [1, None]),
         ([group(1, "a")], [[], []], [None, None]),
+        ([group(1, "a"), group(2), group(3)], [["a"], []], [1, None]),
     ],
-    ids=["in order", "held by other ranks", "none has parameters", "in another order", "another number", "none, another number"],
+    ids=["in order", "held by other ranks", "none has parameters", "in another order", "more", "none, more", "fewer"],
 )
 def test_a_group_without_parameters_draws_from_the_saved_group_of_its_index_if_all_groups_do(saved, members, lrs):
     found = Groups(saved).select_all(members, name="g", targets=[group(9)] * 2)
