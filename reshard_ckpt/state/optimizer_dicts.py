@@ -42,6 +42,8 @@ def is_numbered(value: Any) -> bool:
     True
     >>> is_numbered({"state": {}, "param_groups": [{"lr": 0.1, "params": ["weight"]}]})
     False
+    >>> is_numbered({"state": {}, "param_groups": [{"lr": 0.1, "params": []}]})
+    False
     """
     if not isinstance(value, Mapping) or isinstance(value, PlainDict):
         return False

@@ -302,6 +302,7 @@ def test_memory_at_the_address_of_freed_memory_is_written(tmp_path: Path):
             break
     checkpoint.save(tmp_path / "1", job.state, base=tmp_path / "0", rows=tracker)
     assert_holds(tmp_path / "1", job.values())
+    assert not any(memory.expired() for table in tracker._tables.values() for memory, *_ in table._versions)
 
 
 def test_tables_that_trade_names_are_written(tmp_path: Path):

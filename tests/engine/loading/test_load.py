@@ -280,7 +280,11 @@ def test_ignored_optimizer_state_keeps_its_value_and_the_rest_loads(stepped: str
     for param in model.parameters():
         optimizers[stepped].state[param] = {"momentum_buffer": torch.full_like(param, 3.0)}
     checkpoint.save(tmp_path, {"model": model, "optimizer": optimizers["saved"]})
-    checkpoint.load(tmp_path, {"model": model, "optimizer": optimizers["loading"]}, ignore=["optimizer.state.b"])
+    state = {"model": model, "optimizer": optimizers["loading"]}
+    with pytest.raises(MismatchError, match=r"more: not in the checkpoint") as raised:
+        checkpoint.load(tmp_path, {**state, "more": torch.zeros(1)}, ignore=["optimizer.state.b"])
+    assert "fits no name" not in str(raised.value)
+    checkpoint.load(tmp_path, state, ignore=["optimizer.state.b"])
     # Of the two names of the tied weight, one is ignored: it loads by the other, and it is not taken out.
     kept = [model["a"].bias, model["b"].bias][stepped == "loading"]
     assert optimizers["loading"].state.keys() == {model["a"].weight, kept}
