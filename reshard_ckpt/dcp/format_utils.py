@@ -19,8 +19,8 @@ def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
     """Write a checkpoint as one file for ``torch.load``, by one process and in bounded memory.
 
     An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, with their names in ``param_names``. If a
-    folder of DCP has the state dict of a model alone, so has the file. A model at the top beside other things comes below the key
-    ``model``.
+    folder of DCP has the state dict of a model alone, so has the file, unless a name in it begins with ``model.``: then all names
+    are divided at their first dot. A model at the top beside other things comes below the key ``model``.
 
     Parameters
     ----------
@@ -30,8 +30,9 @@ def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
         The file to write; a file there is replaced.
     """
     with open_source(dcp_checkpoint_dir) as source, open_source(dcp_checkpoint_dir, FORMATS_AS_SAVED) as as_saved:
-        named, saved = ({*one.catalog.names, *one.catalog.value_names} for one in (source, as_saved))
-    is_model = named == {f"{MODEL}.{name}" for name in saved}
+        catalogs = source.catalog, as_saved.catalog
+        named, saved = ({*each.names, *each.value_names, *each.unreadable} for each in catalogs)
+    is_model = bool(saved) and named == {f"{MODEL}.{name}" for name in saved}
     convert(dcp_checkpoint_dir, torch_save_path, to="torch", root=MODEL if is_model else None, overwrite=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from glob import escape
 from typing import Any
@@ -16,7 +16,7 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.problems import not_saved
 from ..core.catalog.specs import ValueKind
 from ..core.report import LoadReport, few, summarize
-from ..core.trees import children_of_dict, flatten, name_of
+from ..core.trees import children, children_of_dict, flatten, name_of
 from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
 from ..state.capture import Target
@@ -80,7 +80,7 @@ def load(
         return path, partial, state, loading_form(state)
 
     path, partial, state, form = share_errors("load", named_path(checkpoint_id, storage_reader), group, make)
-    empty = [name_of(at) for at, leaf in flatten(form, children_of_dict) if at and isinstance(leaf, Mapping)]
+    empty = [name_of(at) for at, leaf in flatten(form, _children) if at and isinstance(leaf, Mapping)]
     # DCP copies into a tensor of any dtype, so another dtype is a warning here. Its folders have no entry for an empty dict, so
     # one in the state dict may be missing. `allow_partial_load` passes over missing names alone, as with DCP.
     options = LoadOptions(cast=True, allow_missing=partial or [*map(escape, empty)], offered=())
@@ -120,11 +120,20 @@ def _target_of(form: dict[str, Any]) -> Prepare:
     return prepare
 
 
+def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the children of a dict or list that is not empty; None for anything else, a leaf."""
+    below = children(node)
+    return below if below is not None and node else None
+
+
 def _lacking(name: str, wanted: Any, saved: Any) -> Iterator[str]:
-    """Yield a problem for each key of a dict in `wanted` that the dict in its place in `saved` lacks."""
+    """Yield a problem for each entry of a dict in `wanted` that the dict in its place in `saved` lacks."""
     if isinstance(wanted, Mapping) and isinstance(saved, Mapping):
         for key, child in wanted.items():
-            yield from _lacking(f"{name}.{key}", child, saved[key]) if key in saved else [not_saved(f"{name}.{key}")]
+            if key in saved:
+                yield from _lacking(f"{name}.{key}", child, saved[key])
+            else:
+                yield from (not_saved(name_of(at)) for at, _ in flatten(child, children_of_dict, (name, key)))
     elif type(wanted) is type(saved) is list and len(wanted) == len(saved):
         for i, (child, other) in enumerate(zip(wanted, saved, strict=True)):
             yield from _lacking(f"{name}.{i}", child, other)

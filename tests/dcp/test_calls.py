@@ -178,10 +178,14 @@ def test_partial_load_passes_over_nothing_that_the_checkpoint_has(tmp_path: Path
 
 
 def test_empty_dicts_load_from_the_folders_of_torch_which_have_no_entry_for_them(tmp_path: Path):
-    torch_dcp.save({"a": 1, "e": {}, "o": {"state": {}, "lr": 0.5}}, checkpoint_id=tmp_path)
-    target = {"a": 0, "e": {}, "o": {"state": {}, "lr": 0.0}}
+    def state(x: int, tensor: torch.Tensor) -> dict[str, Any]:
+        lists = {"l": [{"x": x, "e": {"f": {}}}], "t": [{"x": tensor, "e": {"f": {}}}]}
+        return {"a": x, "e": {}, "o": {"state": {}, "lr": x}, **lists}
+
+    torch_dcp.save(state(1, torch.ones(1)), checkpoint_id=tmp_path)
+    target = state(0, torch.zeros(1))
     dcp.load(target, checkpoint_id=tmp_path)
-    assert target == {"a": 1, "e": {}, "o": {"state": {}, "lr": 0.5}}
+    assert str(target) == str(state(1, torch.ones(1)))
 
 
 def test_another_dtype_is_converted_as_torch_does_and_said(tmp_path: Path):
@@ -617,6 +621,12 @@ def test_torch_files_are_written_and_read_as_with_torchs_functions(tmp_path: Pat
     torch_dcp.save(state["model"], checkpoint_id=tmp_path / "model")
     dcp.format_utils.dcp_to_torch_save(tmp_path / "model", tmp_path / "model.pt")
     assert list(torch.load(tmp_path / "model.pt")) == ["a.w"]
+    torch_dcp.save({**state["model"], "odd": collections.deque([1])}, checkpoint_id=tmp_path / "odd")
+    with pytest.raises(UnsupportedError, match="odd is a value that cannot be read"):  # and not a file without it
+        dcp.format_utils.dcp_to_torch_save(tmp_path / "odd", tmp_path / "odd.pt")
+    dcp.save({}, checkpoint_id=tmp_path / "empty")
+    with pytest.raises(UsageError, match="root='': .*the checkpoint has nothing"):
+        dcp.format_utils.dcp_to_torch_save(tmp_path / "empty", tmp_path / "empty.pt")
     torch.save(state, tmp_path / "whole.pt")
     dcp.format_utils.torch_save_to_dcp(tmp_path / "whole.pt", tmp_path)  # beside other files
     target = {"model": {"a.w": torch.zeros(2, 3)}, "step": 0, "list": []}
