@@ -1,4 +1,4 @@
-"""Formats are found by entry points, whoever brings them; a broken one is a warning."""
+"""This package's own formats are found by name, the ones of other packages by entry points; a broken one is a warning."""
 
 from __future__ import annotations
 

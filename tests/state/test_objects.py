@@ -1,4 +1,4 @@
-"""Objects of other frameworks are found by entry points, whoever brings them; broken ones are a warning."""
+"""Objects of other frameworks are found by name or by entry points of other packages; broken ones are a warning."""
 
 from __future__ import annotations
 

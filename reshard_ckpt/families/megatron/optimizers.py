@@ -109,7 +109,7 @@ def _whole(tree: Node, optimizer: Any) -> Leaf:
 
 @dataclass(frozen=True)
 class Member:
-    """One distributed optimizer, alone or in a chain. `parameters` has the `ShardedTensor` or factory of each by its `id`."""
+    """One distributed optimizer, alone or in a chain. `parameters`: by a parameter's `id`, its `ShardedTensor` or factory."""
 
     optimizer: Any
     parameters: Mapping[int, Any]
