@@ -316,12 +316,11 @@ def votes_of(catalog: Catalog, layout: Job) -> list[bytes]:
     """Return the vote of each rank, without problems."""
     kinds = ("missing", "shape", "dtype", "uncovered", "values", "kept")
     empty = {"problems": {kind: [] for kind in kinds}, "refused": [], "has_ties": False, "unused": []}
+    same = {**empty, "prefixes": ["model", "optimizer"], "options": _collective_options(LoadOptions(read_once=True))}
     votes = []
     for rank in range(0, layout.mesh.size, layout.tp):  # ranks that differ in tp alone want the same names
         named = sorted(catalog.index(spec.name) for spec in layout.specs(rank))
-        votes += [
-            msgpack.packb({**empty, "named": named, "together": _collective_options(LoadOptions(read_once=True))})
-        ] * layout.tp
+        votes += [msgpack.packb({**same, "named": named})] * layout.tp
     return votes
 
 
@@ -338,7 +337,7 @@ def load(job: Job0, catalog: Catalog, data: bytes, votes: list[bytes], files: li
     gathered = job.gather(votes, "vote")
     with job.rank0("vote"):
         decoded = {vote: msgpack.unpackb(vote) for vote in dict.fromkeys(gathered)}  # as `merge_of_all`
-        verdict = msgpack.packb(_merge(opened, [decoded[vote] for vote in gathered], ("model", "optimizer")))
+        verdict = msgpack.packb(_merge(opened, [decoded[vote] for vote in gathered]))
     job.broadcast(verdict, "vote")
     packed = job.gather(files, "groups")
     with job.rank0("groups"):
@@ -454,7 +453,7 @@ def rehearse(num_ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--ranks", type=int, default=16384, help="a multiple of 128")
+    parser.add_argument("--ranks", type=int, default=16384, help="a multiple of 128, from 256 on")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.ranks % 128 or options.ranks < 256:

@@ -1,7 +1,8 @@
-"""What benchmarks start ends with them."""
+"""Processes that benchmarks start end with them, and the rehearsal sends the messages that a save and a load send now."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -48,3 +49,11 @@ def test_no_rank_outlives_a_benchmark_that_is_ended(tmp_path: Path, number: sign
                 if not select.select([end], [], [], 0)[0]:
                     signal.pidfd_send_signal(end, signal.SIGKILL)
                 os.close(end)
+
+
+def test_rehearsal_goes_through_a_save_and_a_load_of_the_protocol_as_it_is(tmp_path: Path):
+    found = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.rehearsal", "--ranks", "256", "--json", str(found)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+    load = json.loads(found.read_text())["load"]
+    assert (load["catalog_reads_per_node"], load["groups"]) == (1, 128)
