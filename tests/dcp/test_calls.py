@@ -138,7 +138,7 @@ def test_what_is_not_asked_for_is_passed_over_and_nothing_is_added(tmp_path: Pat
     "wanted",
     [
         *({"a": {"z": 0}}, {"a": {"x": 0}, "c": torch.zeros(2)}, {"b": torch.zeros(4)}, {"b": 3}, {"a": torch.zeros(1)}),
-        *({"a": None}, {"a": []}, {"l": [{"z": 0}]}),
+        *({"a": None}, {"a": []}, {"l": [{"z": 0}]}, {"e*": {}, "eq": 0}),
     ],
 )
 def test_what_is_missing_or_of_another_shape_changes_nothing(tmp_path: Path, wanted: dict[str, Any]):
@@ -147,6 +147,12 @@ def test_what_is_missing_or_of_another_shape_changes_nothing(tmp_path: Path, wan
     with pytest.raises(MismatchError):
         dcp.load({**wanted, "b": wanted.get("b", kept)}, checkpoint_id=tmp_path)
     assert not kept.any()
+
+
+def test_partial_load_is_advised_only_where_it_helps(tmp_path: Path):
+    dcp.save({"b": torch.ones(3)}, checkpoint_id=tmp_path)
+    with pytest.raises(MismatchError, match=r"Missing key.*, Size mismatch: 2 problems; change the state dict"):
+        dcp.load({"b": torch.zeros(4), "new": 0}, checkpoint_id=tmp_path)
 
 
 def test_partial_load_of_a_default_planner_leaves_what_is_missing(tmp_path: Path):

@@ -164,6 +164,9 @@ def test_ranks_may_differ_in_what_they_call_or_are_told(tmp_path: Path):
         dcp.load(planned := {"n": -1}, checkpoint_id=one, process_group=group, planner=loading)
         dcp.load(alone := {"n": -1}, checkpoint_id=one, no_dist=True, planner=loading)
         assert own["n"] == planned["n"] == alone["n"] == rank + 5
+        checkpoint.save(both := tmp_path / "per rank", {"n": checkpoint.PerRank(rank)})
+        with pytest.raises(CheckpointException, match="n: saved by 2 ranks, wanted on 1"):
+            dcp.load({"n": -1}, checkpoint_id=both, no_dist=True, planner=loading)
     # What DCP would save from rank 0 alone, without a word, is an error here.
     with pytest.raises(LayoutError):
         dcp.save({"rng": rank}, checkpoint_id=path)

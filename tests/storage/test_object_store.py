@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.comm import SoloComm
 from reshard_ckpt.errors import CorruptError, StorageError, UsageError
-from reshard_ckpt.formats.source import locate
+from reshard_ckpt.formats.source import locate, open_shared_source
 from reshard_ckpt.storage import (
     ABSENT,
     LocksUnsupported,
@@ -382,6 +383,15 @@ def test_stores_near_another_one_wait_no_longer_than_it(monkeypatch: pytest.Monk
     near = opened(open_storage("s3://bucket/run/step_2", timeout_s=1))
     with pytest.raises(StorageError, match="retry_timeout: 1s"):
         near.read_into("f", 0, [memoryview(bytearray(1))])
+
+
+def test_a_file_is_opened_in_a_store_that_waits_no_longer_than_the_one_of_its_path(storage: Storage):
+    put(storage, "w.safetensors", bytes([2, *bytes(7)]) + b"{}")
+    path = f"{storage.url}/w.safetensors"
+    found, key = locate(path, 1)
+    assert (key, found.hints.retry_s) == ("w.safetensors", 1)
+    with open_shared_source(SoloComm(), path, timeout_s=1) as source:
+        assert source.storage.hints.retry_s == 1
 
 
 def test_a_process_that_was_forked_after_use_is_told(storage: Storage, monkeypatch: pytest.MonkeyPatch):

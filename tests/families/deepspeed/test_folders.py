@@ -142,6 +142,14 @@ def test_deepspeed_is_not_imported(unpack: Unpack) -> None:
     assert found.strip() == "False"
 
 
+@pytest.mark.parametrize("fragments", [{}, {"a.weight": torch.zeros(1, dtype=torch.bfloat16)}])
+def test_a_stripe_of_a_frozen_parameter_that_is_missing_or_short_is_damage(unpack: Unpack, fragments: dict[str, Any]) -> None:
+    root = unpack("z3-bf16-frozen")
+    _rewrite(_model_file(root), lambda state: state["frozen_param_fragments"].update({"a.weight": None, **fragments}))
+    with pytest.raises(CorruptError, match="lacks its part of the frozen a.weight; use another copy"):
+        checkpoint.catalog(root)
+
+
 def test_root_of_a_native_checkpoint_opens_by_latest(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "step3", {"model": {"w": torch.arange(3.0)}})
     (tmp_path / "latest").write_text("step3")

@@ -283,3 +283,20 @@ def test_only_what_fits_in_one_place_is_named(weights: dict[str, list[float]], p
             storage.read_into("file", one.offset, [memoryview(data)])
             values.update(enumerate(torch.frombuffer(data, dtype=torch.float32).tolist(), one.start))
         assert [values[i] for i in sorted(values)] == weights[tensor.name.split(".")[2]]
+
+
+@pytest.mark.parametrize(("first", "is_named"), [(1.0, True), (1.001, False)])  # both are 1 in bfloat16
+def test_a_replica_in_another_bucket_proves_nothing_if_its_master_weights_differ(first: float, is_named: bool) -> None:
+    file: list[bytes] = []
+    storage = open_storage(f"memory://{uuid.uuid4().hex}")
+    builder = CatalogBuilder("megatron", storage.url)
+    add(builder, "model.a", [1, 2, 3], [0], file, torch.bfloat16)
+    for bucket, master in enumerate(([1, 2, 3], [first, 2, 3])):
+        prefix = f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_{bucket}"
+        for key in ("param", "exp_avg"):
+            add(builder, f"{prefix}.{key}", master, [0], file, torch.float32)
+    storage.publish("file", b"".join(file))
+    builder.file("file", sum(map(len, file)))
+    name_buckets(builder, storage)
+    assert ("optimizer.state.a.exp_avg" in builder.tensors) == is_named
+    assert ("optimizer.state.a.exp_avg" in builder.finish().unreadable) != is_named
