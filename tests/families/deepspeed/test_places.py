@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.families.deepspeed.model_parallel import FlatBox, Shard, TensorParallel
+from reshard_ckpt.families.deepspeed.pipeline import _is_cast
 from reshard_ckpt.families.deepspeed.places import Params, Runs, open_state, packed_length, packed_runs, striped_runs
+from reshard_ckpt.plugins import CatalogBuilder, Part, open_storage
 
 GROUPS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=6)
 
@@ -90,3 +97,29 @@ def test_scaled_and_undescribed_shards_are_refused() -> None:
         TensorParallel({"tp_replicated_parameter_patterns": [r".*norm.*"]})
     with pytest.raises(UnsupportedError, match="version 2"):
         TensorParallel({"affine_map": {"version": 2}})
+
+
+@pytest.mark.parametrize(
+    ("parts", "first", "is_cast"),
+    [
+        ([((0, 0), (4, 5), 0, 13), ((0, 0), (4, 5), 13, 7)], 0, True),  # two runs of the whole tensor, one after the other
+        ([((0, 0), (4, 5), 0, 13), ((0, 0), (4, 5), 13, 7)], 1, False),
+        ([((0, 0), (4, 5), 0, 13)], 0, False),
+        ([((0, 0), (2, 5), 0, 10), ((2, 0), (2, 5), 0, 10)], 0, False),  # boxes
+    ],
+)
+def test_a_tied_layer_is_compared_with_runs_of_master_weights(parts: list[Any], first: int, is_cast: bool) -> None:
+    storage = open_storage(f"memory://{uuid.uuid4().hex}")
+    builder, masters = CatalogBuilder("deepspeed", storage.url), torch.arange(20.0)
+    storage.publish("f", masters.numpy().tobytes())
+    number, begin, listed = builder.file("f", 80), 0, []
+    for offsets, lengths, start, count in parts:
+        listed.append(Part(offsets, lengths, number, begin * 4, start, count))
+        begin += count
+    builder.tensor("w", torch.float32, (4, 5), listed)
+    saved = (masters + first).bfloat16()
+    layer = SimpleNamespace(
+        view=SimpleNamespace(shape=(4, 5), is_row_major=True, dtype=torch.bfloat16),
+        file=SimpleNamespace(elements=lambda view, at, count: saved[at : at + count]),
+    )
+    assert _is_cast(builder, storage, cast(Any, layer), "w") == is_cast
