@@ -201,6 +201,10 @@ def test_what_does_not_fit_a_checkpoint_is_named_as_the_strictness_says(tmp_path
         assert ("same: in the checkpoint, but in no rank's tree" in str(refused.value)) == is_unexpected
     out, missing, unexpected = megatron.load(wanted, tmp_path, strict=StrictHandling.RETURN_ALL)
     assert (sorted(out), missing, unexpected) == (["w"], {"an.object", "same"}, {"more"})
+    wanted["o"] = ShardedObject("o", None, (1,), (0,))
+    wanted["f"] = ShardedTensorFactory(
+        "f", torch.zeros(2), lambda key, data, *_: [ShardedTensor(key, data, (2,), (2,), (0,))], torch.cat
+    )
     assert sorted(megatron.load(wanted, tmp_path, strict=StrictHandling.LOG_ALL)) == ["w"]
     narrow = {"w": ShardedTensor("w", torch.zeros(64, 2), (64, 2), (64, 2), (0, 0))}
     with pytest.raises(MismatchError, match=r"saved with global shape \(64, 3\), wanted \(64, 2\)"):
