@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from reshard_ckpt.comm import CHANGED, FAILED, Turn
+from reshard_ckpt.comm import CHANGED, FAILED, Turn, interrupts_held
 from reshard_ckpt.comm import store as store_module
 from reshard_ckpt.comm.calls import call_of
 from reshard_ckpt.comm.group import SessionCounter
@@ -66,6 +67,20 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for():
         assert isinstance(error, PeerError)
         assert error.ranks == (1,)
         assert "reshard_live '': rank 1 ended before this began" in str(error)
+
+
+def test_a_rank_that_holds_back_ctrl_c_waits_for_nobody_and_tells_the_others():
+    store = dist.HashStore()
+
+    def come() -> None:
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            Meeting(store, 0, 2, title="reshard_live ''", timeout_s=60).meet(0, lambda: None)
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        come()
+    told = meet(store, 2, {1: flags(0)})[1]
+    assert str(told) == str(raised.value.__context__) == "reshard_live '': rank 0 was interrupted"
 
 
 class KilledAfter:

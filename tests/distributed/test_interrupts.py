@@ -86,7 +86,7 @@ def try_every_point(files: set[str], call: Callable[[], object], check: Callable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ["load", "one-shot", "kept", "delta"])
+@pytest.mark.parametrize("operation", ["load", "one-shot", "kept", "delta", "compared"])
 @on_ranks(3)
 def test_ctrl_c_at_any_line_leaves_no_message_in_the_process_group(operation: str, tmp_path: Path):
     whole = position_values((96, 30))
@@ -97,6 +97,8 @@ def test_ctrl_c_at_any_line_leaves_no_message_in_the_process_group(operation: st
         call = lambda: checkpoint.load(tmp_path, {"w": into}, read_once=True, timeout_s=300)  # noqa: E731
     elif operation == "one-shot":
         call = lambda: checkpoint.reshard_live({"w": rows}, {"w": into}, timeout_s=300)  # noqa: E731
+    elif operation == "compared":
+        call = lambda: checkpoint.LiveReshard({"w": rows}, {"w": into}, replicas="verify", timeout_s=300).run()  # noqa: E731
     else:
         call = checkpoint.LiveReshard({"w": rows}, {"w": into}, delta=operation == "delta", timeout_s=300).run
 
