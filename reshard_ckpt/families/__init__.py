@@ -1,1 +1,1 @@
-"""Support for one foreign system in each folder. The core imports none of them: it finds them by name."""
+"""Support for one foreign system in each folder. The core imports none of them: it finds them by entry points."""

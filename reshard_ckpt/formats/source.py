@@ -1,8 +1,8 @@
 """Formats of checkpoints: the class `Format`, the list of known formats, and opening a path in one of them.
 
 1. A `Format` of another library has a function `open`, which returns a `Source`: a store, and a catalog over its files.
-2. `known_formats` loads this package's own formats (`OWN`), and the ones of other packages, which are entry points of the group
-   ``reshard_ckpt.formats``. If one fails to import, it warns, and goes on with the others. Formats are tried by `Format.order`.
+2. `known_formats` loads every entry point of the group ``reshard_ckpt.formats``, those of this package and of others. If one
+   fails to import, it warns, and goes on with the others. Formats are tried by `Format.order`.
 3. `open_source` opens a path on one rank, `open_shared_source` on all ranks, and checks that all see the same checkpoint. The
    path is opened in this library's own format, else in the first foreign format that recognizes the path.
 
@@ -165,7 +165,7 @@ OWN = {
     "rank-files": "reshard_ckpt.formats.rank_files:FORMAT",
     "torch": "reshard_ckpt.formats.torch_file:FORMAT",
 }
-"""Where this package's own formats are, in the form of entry points."""
+"""The entry points of this package's own formats, as in pyproject.toml."""
 
 Formats = Callable[[], tuple[Format, ...]]
 """A function that lists the foreign formats to try, in order. It is called only if a path holds no checkpoint of this library."""

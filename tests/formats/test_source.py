@@ -20,6 +20,13 @@ from reshard_ckpt.formats.catalog_builder import CatalogBuilder
 from reshard_ckpt.formats.source import GROUP, OWN, Format, Source, known_formats
 from reshard_ckpt.storage import Storage, open_storage
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
@@ -37,6 +44,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     add.points = theirs  # type: ignore[attr-defined]
     yield add
     known_formats.cache_clear()
+
+
+def test_own_formats_are_the_entry_points_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"][GROUP] == OWN
 
 
 def test_own_formats_load_and_are_tried_in_this_order() -> None:

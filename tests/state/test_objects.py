@@ -14,6 +14,7 @@ import torch
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.common import entry_points
 from reshard_ckpt.state.dtensor import GROUP, OWN, Objects, known_objects
+from tests.launch import project_table
 
 
 class Rows(torch.Tensor):
@@ -32,7 +33,8 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     known_objects.cache_clear()
 
 
-def test_own_objects_load() -> None:
+def test_own_objects_are_the_entry_points_of_pyproject() -> None:
+    assert project_table()["entry-points"][GROUP] == OWN
     assert sorted(one.name for one in known_objects()) == sorted(OWN)
 
 

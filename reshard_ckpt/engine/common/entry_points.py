@@ -1,4 +1,4 @@
-"""Loading this package's own objects of a kind, such as formats, and the ones of other packages, which are entry points."""
+"""Loading the objects that packages register under a group of entry points: this package's own, and those of other packages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Found = TypeVar("Found")
 
 
 def load_all(group: str, own: Mapping[str, str], kind: type[Found]) -> list[Found]:
-    """Load the objects `own` and every entry point of a group. Skip one with a warning if it fails, or is not a `kind`.
+    """Load every entry point of a group, and return the loaded objects. Skip one with a warning if it fails, or is not a `kind`.
 
     Parameters
     ----------
     own
-        By name, where this package's own objects are: ``"module:attribute"``. They are loaded even if this package is not
+        This package's own entry points, name to value as in pyproject.toml. They are loaded even if this package is not
         installed.
     kind
         The class that each loaded object must be an instance of.
