@@ -220,7 +220,7 @@ def verify_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[T
 def refuse_conflicts(lines: Sequence[str]) -> None:
     """Raise a `MismatchError` with the lines that `conflicts` returned, if there are any."""
     if lines:
-        advice = "untie them, or rename= one away; save and load a scheduler that holds them as checkpoint.Value(scheduler)"
+        advice = "untie them, or rename= one away; if a scheduler holds them, save and load it as checkpoint.Value(scheduler)"
         raise MismatchError(summarize(lines, advice), lines)
 
 
