@@ -79,7 +79,7 @@ def _lower_optimizer(optimizer: Any, tree: Any, parameters: Mapping[int, Any], l
     if not parts:
         return {}  # this rank trains nothing
     if all(hasattr(part, "gbuf_ranges") for part in parts):
-        return _distributed([Member(part, parameters, loading) for part in parts])
+        return _distributed([ChainMember(part, parameters, loading) for part in parts])
     if len(parts) == 1 and parts[0] is not optimizer:
         return _lower_optimizer(parts[0], tree, parameters, loading)
     if any(getattr(getattr(part, "ddp_config", None), "use_megatron_fsdp", False) for part in parts):
@@ -108,7 +108,7 @@ def _whole(tree: Node, optimizer: Any) -> Leaf:
 
 
 @dataclass(frozen=True)
-class Member:
+class ChainMember:
     """One distributed optimizer, alone or in a chain. `parameters`: by a parameter's `id`, its `ShardedTensor` or factory."""
 
     optimizer: Any
@@ -180,7 +180,7 @@ class DistributedLeaf(Leaf):
     """The leaf of distributed optimizers: one, or the members of a chain. Megatron makes a chain if experts are parallel."""
 
 
-def _distributed(members: Sequence[Member]) -> DistributedLeaf:
+def _distributed(members: Sequence[ChainMember]) -> DistributedLeaf:
     def one_or_all(parts: list[Any]) -> Any:
         return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
