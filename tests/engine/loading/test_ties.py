@@ -99,7 +99,9 @@ def test_different_bytes_for_one_place_are_refused_by_both_names_and_nothing_cha
         ) as said,
     ):
         checkpoint.load(tmp_path, {"t": views(target, num)[kind]})
-    assert "untie them, or rename= one away; if a scheduler holds them, save and load it as checkpoint.Value(scheduler)" in str(said.value)
+    assert "untie them, or rename= one away; if a scheduler holds them, save and load it as checkpoint.Value(scheduler)" in str(
+        said.value
+    )
     assert not target.any()
 
 
