@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -74,11 +75,24 @@ class Home:
         return self._record.partition(b" ")[0].decode()
 
     def _connect(self, timeout_s: float) -> Any:
-        """Connect to rank 0's store again, after it failed to reply in time."""
-        client = self._reach(self._record, timeout_s)
-        if client is None:
-            raise DistError(f"nobody replies at its address within {timeout_s:g} s")
-        return client
+        """Connect to rank 0's store again, after it failed to reply in time.
+
+        Try until `timeout_s` is over, because a network that has just come back has no route to other hosts for a moment. Stop
+        at once if rank 0's machine answers that the store is gone.
+        """
+        began, found = time.monotonic(), []
+
+        def reached() -> bool:
+            if (client := self._reach(self._record, timeout_s - (time.monotonic() - began))) is not None:
+                found.append(client)
+            return bool(found)
+
+        try:
+            if PollingWait(reached, last_s=_LAST_PAUSE_S).ends(timeout_s):
+                return found[0]
+        except ConnectionRefusedError:
+            raise DistError("rank 0's machine answers that no process has it any more") from None
+        raise DistError(f"nobody replies at its address within {timeout_s:g} s")
 
     def _meet(self, title: str, timeout_s: float) -> None:
         """Find rank 0's store (on rank 0: start it), connect, and register this process there, once.
@@ -131,8 +145,9 @@ class Home:
                 record = meeting.get(self._key)
                 # The same address is tried again, though seldom: it may be right, and the network slow.
                 if record != tried or waited > 2 * tried_at + 1:
-                    if (client := self._reach(record, timeout_s - waited)) is not None:
-                        found.append((client, record))
+                    with suppress(ConnectionRefusedError):  # an earlier attempt's
+                        if (client := self._reach(record, timeout_s - waited)) is not None:
+                            found.append((client, record))
                     tried, tried_at = record, time.monotonic() - began
             return bool(found)
 
@@ -141,12 +156,20 @@ class Home:
         return found[0]
 
     def _reach(self, record: bytes, timeout_s: float) -> Any:
-        """Connect to the store at an address that was read; None if no store answers, or that of another job or attempt."""
+        """Connect to the store at an address that was read; None if no store answers, or that of another job or attempt.
+
+        Raises
+        ------
+        ConnectionRefusedError
+            No process listens at the address.
+        """
         probe_s = min(_PROBE_S, max(timeout_s, _LEAST_PROBE_S))
         try:
             nonce, port, host = record.decode().split(" ")
             host, number = host or self._host, int(port)
             return bounded(partial(_client_at, nonce, host, number, probe_s), probe_s, "the store did not reply")
+        except ConnectionRefusedError:
+            raise
         except (OSError, ValueError, OverflowError, DistError, PeerError):
             return None
 

@@ -177,6 +177,33 @@ def test_rank_0_whose_reply_was_lost_stays_at_the_address_that_others_may_have_r
     assert other.check(["word"])
 
 
+def test_a_network_that_comes_back_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    job, errors = tcp_store(), [OSError(errno.EHOSTUNREACH, "No route to host"), TimeoutError("timed out")]
+    homes = [Home(line(job), "home", rank, 2, "127.0.0.1") for rank in range(2)]
+    mine, kept = (home.session("0", title="save", timeout_s=600)[0] for home in homes)
+    mine.set("word", b"of rank 0")
+    lost, connect = kept._client, socket.create_connection
+    kept._connection.mark_lost(lost)
+    monkeypatch.setattr(socket, "create_connection", lambda *args: throw(errors.pop(0)) if errors else connect(*args))
+    again = homes[1].session("0", title="save", timeout_s=600)[0]
+    assert (again.get("word"), errors) == (b"of rank 0", [])
+    assert again._client is not lost
+
+
+def throw(error: Exception) -> Any:
+    raise error
+
+
+def test_rank_0_that_has_ended_is_not_tried_again():
+    job = tcp_store()
+    homes = [Home(line(job), "home", rank, 2, "127.0.0.1") for rank in range(2)]
+    kept = [home.session("0", title="save", timeout_s=600)[0] for home in homes][1]
+    kept._connection.mark_lost(kept._client)
+    homes[1]._record = f"{NONCE} {closed_port()} 127.0.0.1".encode()
+    with pytest.raises(PeerError, match="save '/a': .*rank 0's machine answers that no process has it any more"):
+        homes[1].session("1", title="save '/a'", timeout_s=600)
+
+
 def test_a_store_of_the_job_that_is_gone_is_a_named_error():
     job = tcp_store()
     client = dist.TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False)
