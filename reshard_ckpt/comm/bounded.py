@@ -43,6 +43,9 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.05
 """The shortest and the longest pause, in seconds, before a small job asks again for a key; a server answers some 50,000 requests
 a second."""
 
+_IDLE_S = 60.0
+"""Seconds after which a connection is tried before it is used again: proxies and firewalls reset connections that are idle."""
+
 _LATER_S = 60.0
 """Seconds that a wait in the store's server lasts longer than its caller waits."""
 
@@ -265,6 +268,7 @@ class StoreConnection:
     def __init__(self, connect: Callable[[float], Any], client: Any = None) -> None:
         self._connect, self._client = connect, client
         self._lock = threading.Lock()
+        self._opened_at = time.monotonic()
         self._can_wait = True
         self.free: list[Any] = []
 
@@ -280,8 +284,16 @@ class StoreConnection:
         """
 
         def opened() -> BoundedStore:
+            if self._client is not None and time.monotonic() - self._opened_at > _IDLE_S:
+                try:
+                    BoundedStore(self._client, self, _Limit(timeout_s)).check([""])
+                except StoreLost:  # no reply came, and no time is left
+                    raise
+                except DistError:  # it was reset; nothing was under way, so a new one is as good
+                    pass
             if self._client is None:
                 self._client = self._connect(timeout_s)
+            self._opened_at = time.monotonic()
             return BoundedStore(self._client, self, _Limit(timeout_s))
 
         return holding(self._lock, opened, timeout_s, "the job's key-value store was not reached")

@@ -114,6 +114,22 @@ def test_a_store_that_missed_a_reply_is_not_asked_again_until_it_is_reached_anew
     assert anew.get("key") == b"2"
 
 
+def test_an_idle_connection_that_was_reset_is_replaced_before_it_is_used(monkeypatch: pytest.MonkeyPatch):
+    """The other side has hung up meanwhile, as a proxy does; a call between two that come soon asks nothing."""
+    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    clients = [dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for server in servers]
+    line = StoreConnection(lambda timeout_s: clients[1], clients[0])
+    line.open(600).set("key", b"1")
+    servers[0] = None
+    line.open(600)
+    assert line.has(clients[0])
+    monkeypatch.setattr(bounded_module, "_IDLE_S", 0.0)
+    line.open(600).set("key", b"2")
+    line.open(600).set("key", b"3")  # one that replies stays
+    assert line.has(clients[1])
+    assert servers[1].get("key") == b"3"
+
+
 def test_replies_have_no_more_time_than_is_left_and_always_a_moment(monkeypatch: pytest.MonkeyPatch):
     now, given = [0.0], []
     with mock.patch.object(bounded_module, "time") as clock:
