@@ -183,6 +183,7 @@ def run_save(
         if options.first_metadata:
             options = replace(options, metadata=value_of_first(comm, options.first_metadata))
         base = None if options.base is None else _open_base(session, comm, storage, options)
+        folder = storage.url.rpartition("/")[2]
         # 4. Agree. Rank 0 looks at the path before any rank can make a file.
         with recorder.step("agree"):
             agree_on = partial(
@@ -192,6 +193,7 @@ def run_save(
                 metadata=options.metadata,
                 before=read_previous(storage) if comm.rank == 0 else None,
                 base_files=None if base is None else base.files,
+                folder=folder if folder.isprintable() else "",  # a name that is no UTF-8 has surrogates
                 accept=partial(check_free_space, storage) if base is None else lambda plan: None,
                 checked=partial(_without_claims, options.check_names),
             )

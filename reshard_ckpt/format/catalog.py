@@ -41,7 +41,7 @@ HEAD_BYTES = 128
 which has the save's id."""
 
 _SECTIONS: dict[str, dict[str, str]] = {
-    "info": {"plain": "save_id created_s mesh metadata critical lossy compacted_from"},
+    "info": {"plain": "save_id created_s mesh metadata critical lossy compacted_from folder"},
     "placements": {"ints": "num_axes dim num_coords coords turn num_sections sections", "texts": "axis kind"},
     "files": {"texts": "key digests_key save_id checkpoint", "ints": "size rank", "bytes": "digest packed"},
     "tensors": {
@@ -66,6 +66,9 @@ _PACK: dict[str, Callable[[Any], Any]] = {
 _FORMS = {
     section: {field: form for form, fields in forms.items() for field in fields.split()} for section, forms in _SECTIONS.items()
 }
+_TEXTS = ("compacted_from", "folder")
+"""The fields of the section `info` that are absent where their text is empty."""
+
 _KNOWN = frozenset(_SECTIONS) | {f"{section}.{field}" for section, forms in _FORMS.items() for field in forms}
 
 
@@ -159,7 +162,7 @@ def _info(catalog: Catalog) -> dict[str, Any]:
         "metadata": encode_value(catalog.metadata, "metadata"),
         "critical": ["files.packed"] if any(file.packed for file in catalog.files) else [],
         **({"lossy": dict(sorted(catalog.lossy.items()))} if catalog.lossy else {}),
-        **({"compacted_from": catalog.compacted_from} if catalog.compacted_from else {}),
+        **{field: text for field in _TEXTS if (text := getattr(catalog, field))},
     }
 
 
@@ -270,7 +273,6 @@ def _decode_tables(info: Table, open_section: Callable[[str], Table]) -> Catalog
     lossy = info.fields.get("lossy", {})
     if not isinstance(lossy, dict) or not {str}.issuperset(map(type, (*lossy, *lossy.values()))):
         raise info.corrupt("lossy", "is not a map of text to text")
-    compacted_from = info.field("compacted_from", str) if "compacted_from" in info.fields else ""
     tensors = _decode_tensors(open_section("tensors"))
     return Catalog(
         save_id=info.field("save_id", str),
@@ -284,7 +286,7 @@ def _decode_tables(info: Table, open_section: Callable[[str], Table]) -> Catalog
         files=_decode_files(open_section("files")),
         values_table=_decode_values(open_section("values"), tensors.names),
         lossy=lossy,
-        compacted_from=compacted_from,
+        **{field: info.field(field, str) for field in _TEXTS if field in info.fields},
     )
 
 

@@ -13,8 +13,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 
 from ..checkpoint.loading import Prepare, load_given, options_of
 from ..checkpoint.reading import read
-from ..comm import open_session, value_of_first
+from ..comm import Comm, open_session, value_of_first
 from ..core.report import LoadReport
 from ..engine.common.progress import LOGGER
 from ..engine.common.rounds import without_changes
 from ..engine.common.run_lineage import RunLineage
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
+from ..formats.source import Source, open_shared_source
 from ..memory.restore import PassedOver, Restorable
 from ..memory.run import MemoryRun
 from .stored import StoredSteps
@@ -183,8 +184,16 @@ class Restoring:
                 ) from error
 
     def _from_store(self, step: int, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any]) -> LoadReport:
+        path = self._stored.path(step)
+
+        @contextmanager
+        def opened(comm: Comm) -> Iterator[Source]:
+            with open_shared_source(comm, path, timeout_s=options["timeout_s"]) as source:
+                self._stored.refuse_copy(step, path, source.catalog)
+                yield source
+
         with self._deferring():
-            return load_given(self._stored.path(step), wanted, options)
+            return load_given(path, wanted, options, opened=opened)
 
     def _from_memory(self, step: int, call: Callable[[Restorable], T], passed: dict[str, PassedOver]) -> T | None:
         """Find the generation of a step (its copy in the memory of nodes), and return the result of `call` with it. Collective.

@@ -35,6 +35,8 @@ class StepInfo(NamedTuple):
         The number of saves that wrote the needed files; 0 if the step has no catalog that can be read.
     head
         The first bytes of the catalog (`HEAD_BYTES`).
+    saved_as
+        The name of the folder that the checkpoint was saved to; empty if it is not known.
     """
 
     folder: str
@@ -43,6 +45,7 @@ class StepInfo(NamedTuple):
     save_id: str = ""
     num_saves: int = 0
     head: bytes = bytes(HEAD_BYTES)
+    saved_as: str = ""
 
     @property
     def referred(self) -> frozenset[str]:
@@ -64,6 +67,7 @@ def read_step_info(path: str, folder: str) -> StepInfo:
         catalog.lineage_id,
         len({catalog.save_id, *(file.save_id for file in catalog.files)}),
         bytes(opened.found.data[:HEAD_BYTES]) if opened.found else b"",
+        catalog.folder,
     )
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
+from ..core.catalog.model import Catalog
 from ..engine.common.files import open_catalog
 from ..engine.common.reader_notes import removed_within
 from ..engine.common.run_lineage import RunLineage
@@ -145,13 +146,13 @@ class StoredSteps:
 
     def save_ids_beyond(self, step: int) -> list[str]:
         """List the save ids of all steps newer than `step`, without steps whose catalog is damaged."""
-        newer = (self._info(other).save_id for other in self.steps() if other > step)
+        newer = (self._info(other).save_id for other in self.steps() if other > step and not self._is_copy(other))
         return [save_id for save_id in newer if save_id]
 
     def metrics(self, steps: Collection[int]) -> dict[int, float]:
         """Map the steps that have a metric to that metric."""
         self._read_infos(steps)
-        return {step: metric for step in steps if (metric := self._info(step).metric) is not None}
+        return {step: metric for step in steps if (metric := self._info(step).metric) is not None and not self._is_copy(step)}
 
     def keeps(self, step: int, metric: float | None) -> bool:
         """Return whether the rule keeps a new checkpoint even when many newer ones follow.
@@ -164,6 +165,15 @@ class StoredSteps:
             return False
         metrics = {**self.metrics(self.counted()), step: metric}
         return step in self._rule.ranked([*metrics], metrics)[: self._rule.keep_best]
+
+    def refuse_copy(self, step: int, path: str, catalog: Catalog) -> None:
+        """Raise a `CorruptError` if the catalog at `path`, the folder of `step`, was saved to the folder of another step."""
+        if self._names.step_of(catalog.folder) not in (None, step):
+            raise CorruptError(
+                f"{path}: saved as {catalog.folder}, and then copied or renamed, so it is not of step {step}; rename or remove "
+                f"it, load it by checkpoint.load({path!r}, state), or write it anew as a step: reshard-ckpt convert "
+                f"{path} DST --to reshard"
+            )
 
     def note_good(self, step: int) -> None:
         """Record that a step was loaded or committed, and so is whole. The last such step is never removed by `prune`."""
@@ -298,6 +308,10 @@ class StoredSteps:
 
     def _is_current(self, step: int) -> bool:
         return not self._lineage.current.superseded or not self._lineage.is_superseded(self._info(step).save_id)
+
+    def _is_copy(self, step: int) -> bool:
+        """Return whether the folder of a step was saved as another step, so that it has the save id of that one."""
+        return self._names.step_of(self._info(step).saved_as) not in (None, step)
 
     def _needed(self, steps: Collection[int], but: str = "") -> frozenset[str]:
         """Return the keys of all files that these steps need, or that checkpoints in any other folders of the root need.

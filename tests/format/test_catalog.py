@@ -324,6 +324,7 @@ def test_names_that_are_no_text_cannot_be_written():
         ("info", {"mesh": 5}, "info.mesh is not a dict"),
         ("info", {"mesh": {"axes": [1], "sizes": [1]}}, "names and sizes"),
         ("info", {"created_s": 5}, "created_s is not a float"),
+        ("info", {"folder": 5}, "folder is not a str"),
     ],
 )
 def test_fields_that_cannot_be_are_named(section: str, fields: dict[str, Any], message: str):

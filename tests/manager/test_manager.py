@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -149,6 +150,32 @@ def test_damaged_checkpoints_are_passed_over_and_said(root: str):
         # A part as small as this one is copied only after its blocks are verified.
         assert any("; no tensor was changed; " in str(one.message) for one in said)
         assert "tensor was changed" not in result.passed_over[0]
+
+
+def test_a_copy_under_the_number_of_another_step_is_passed_over(tmp_path: Path):
+    root, whole = tmp_path / "run", tmp_path / "whole"
+    with Manager(root) as manager:
+        for step in (3, 5):
+            manager.save(step, state(step), metric=-step)
+    shutil.copytree(root / "step_3", root / "step_60")
+    with Manager(root) as manager:
+        with pytest.warns(UserWarning, match=r"step 60: .*step_60: saved as step_3, .*--to reshard"):
+            result = manager.load_latest(loaded := empty())
+        assert result.step == 5
+        assert holds(loaded, 5)
+        with pytest.raises(CorruptError, match=r"step_60: saved as step_3"):
+            manager.load(60, empty())
+        manager.save(7, state(7))
+        assert manager.steps() == [3, 5, 7, 60]  # the run went back from the copy to 5, which does not supersede step 3
+        assert manager.best() == 3
+    checkpoint.load(root / "step_60", loaded := empty())
+    assert holds(loaded, 3)
+    # A run that is copied whole keeps its steps, and a step that is written anew is that of its folder.
+    shutil.copytree(root, whole, ignore=shutil.ignore_patterns("step_60"))
+    with Manager(whole) as manager:
+        assert manager.load_latest(empty()).step == 7
+        checkpoint.convert(root / "step_60", whole / "step_70", to="reshard")
+        assert manager.load_latest(empty()).step == 70
 
 
 def test_the_last_good_one_stays_where_the_newer_are_damaged(root: str):

@@ -222,6 +222,8 @@ class Catalog:
         By name, a text for each tensor that is not saved exactly: parts of it are older than the save, or rounded to fewer bits.
     compacted_from
         The `save_id` that the checkpoint had before it was first compacted; empty if it never was.
+    folder
+        The name of the folder that the checkpoint was saved to; empty if it is not known.
     tensors_table, rows, boxes, placements, values_table
         The columns behind the views; docs/format.md describes them.
     """
@@ -239,6 +241,7 @@ class Catalog:
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict, compare=False)
     lossy: Mapping[str, str] = field(default_factory=dict)
     compacted_from: str = ""
+    folder: str = ""
     _index: dict[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

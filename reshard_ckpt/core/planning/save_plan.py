@@ -404,6 +404,7 @@ def build_catalog(
     created_s: float,
     metadata: Any,
     lossy: Mapping[str, str] | None = None,
+    folder: str = "",
 ) -> Catalog:
     """Build the catalog of a save whose bytes are all written.
 
@@ -425,4 +426,5 @@ def build_catalog(
         files=tuple(files),
         values_table=tuple(values),
         lossy=lossy or {},
+        folder=folder,
     )

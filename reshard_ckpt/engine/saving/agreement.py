@@ -112,6 +112,7 @@ def agree(
     metadata: Any = None,
     before: PreviousCheckpoint | None = None,
     base_files: Sequence[FileEntry | None] | None = None,
+    folder: str = "",
     accept: Callable[[SavePlan], None] = lambda plan: None,
     checked: Callable[[tuple[ValueEntry, ...]], tuple[ValueEntry, ...]] = lambda values: values,
 ) -> tuple[Assignment, SaveContents | None]:
@@ -123,7 +124,7 @@ def agree(
         As for `plan_save`; the same on all ranks.
     metadata
         The user's ``metadata=``; the same on all ranks.
-    before, base_files
+    before, base_files, folder
         As in `SaveContents`; from rank 0.
     accept
         Called with the plan on rank 0, before any rank gets its assignment. An error that it raises is raised on all ranks.
@@ -172,7 +173,7 @@ def agree(
     # Decoded: the caller may change the object that it passed before the commit.
     saved = decode_value(encoded, name="metadata")
     return assignment, SaveContents(
-        leader.plan, checked(leader.values), answer.save_id, saved, before=before, base_files=base_files
+        leader.plan, checked(leader.values), answer.save_id, saved, before=before, base_files=base_files, folder=folder
     )
 
 

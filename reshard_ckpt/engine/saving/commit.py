@@ -364,6 +364,7 @@ def catalog_of(contents: SaveContents, receipts: Receipts) -> Catalog:
         created_s=time.time() if contents.created_s is None else contents.created_s,
         metadata=contents.metadata,
         lossy=contents.lossy,
+        folder=contents.folder,
     )
 
 

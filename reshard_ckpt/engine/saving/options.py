@@ -137,6 +137,8 @@ class SaveContents:
         The files of the base of an incremental save, as `Base.files`; None for a full save.
     lossy
         For each tensor that is saved with older rows or in fewer bits, a text that says so.
+    folder
+        The name of the folder that the save is made in; empty for an offline reshard, whose bytes are the same in any folder.
     """
 
     plan: SavePlan
@@ -147,6 +149,7 @@ class SaveContents:
     before: PreviousCheckpoint | None = None
     base_files: Sequence[FileEntry | None] | None = None
     lossy: Mapping[str, str] = field(default_factory=dict)
+    folder: str = ""
 
 
 class Written(NamedTuple):
