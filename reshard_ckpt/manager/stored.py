@@ -151,6 +151,7 @@ class StoredSteps:
 
     def metrics(self, steps: Collection[int]) -> dict[int, float]:
         """Map the steps that have a metric to that metric."""
+        self._forget_replaced()
         self._read_infos(steps)
         return {step: metric for step in steps if (metric := self._info(step).metric) is not None and not self._is_copy(step)}
 

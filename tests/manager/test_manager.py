@@ -99,6 +99,18 @@ def test_a_restarted_manager_knows_the_metrics_of_before(root: str):
     assert checkpoint.catalog(f"{root}/step_3").metadata == {"note": "mine", "metric": 2.0}
 
 
+def test_a_step_that_another_program_saves_again_counts_with_its_new_metric(root: str):
+    with Manager(root, keep_last=1, keep_best=1) as manager:
+        for step, metric in ((1, 0.9), (2, 0.5)):
+            manager.save(step, state(step), metric=metric)
+        assert manager.best() == 1
+        checkpoint.save(f"{root}/step_1", state(1), metadata={"metric": 0.1})
+        assert manager.best() == 2
+        checkpoint.save(f"{root}/step_1", state(1), metadata={"metric": 0.6})
+        manager.save(3, state(3), metric=0.7)
+        assert manager.steps() == [3]
+
+
 def test_by_default_nothing_is_removed(root: str):
     with Manager(root) as manager:
         for step in range(5):
