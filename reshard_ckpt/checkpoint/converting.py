@@ -38,6 +38,7 @@ from ..formats.source import Format, Path, Source, failing, known_formats, locat
 from ..formats.torch_writer import write_torch
 from ..formats.unstacked import Unstacked
 from ..formats.unstacked import unstack as take_apart
+from ..state.describe import paths_of_values
 from ..state.modules import is_nothing
 from ..state.targets import Prefixes
 from ..storage import LocalStorage, Lock, Storage, is_object_path, open_storage, path_text
@@ -376,10 +377,21 @@ def _without_entries(catalog: Catalog) -> set[str]:
 
 
 def _places_of_others(catalog: Catalog) -> set[str]:
-    """Return the names of empty values that stand above other names: some ranks had None or an empty dict or list there."""
-    above = Prefixes((*catalog.names, *catalog.value_names))
+    """Return the names of empty values that have other names in them: some ranks had None or an empty dict or list there."""
+    names = (*catalog.names, *catalog.value_names)
+    above, paths = Prefixes(names), paths_of_values(catalog)
     found = [one for one in catalog.values_table if one.kind is ValueKind.PLAIN and above.include(one.name)]
-    return {one.name for one in found if one.data is not None and is_nothing(decode_value(one.data, name=one.name))}
+    small = {one.name: decode_value(one.data, name=one.name) for one in found if one.data is not None}
+    empty = {name: value for name, value in small.items() if is_nothing(value)}
+
+    def is_in(name: str, top: str) -> bool:
+        if name in paths:
+            return paths[name][: len(paths[top])] == paths[top]
+        # A tensor's path is not known: "a.b" is the key "b" of a dict "a", or a key "a.b". In a list it is a number.
+        return not isinstance(empty[top], list | tuple) or name[len(top) + 1 :].partition(".")[0].isdecimal()
+
+    tops = ((name, name[:at]) for name in names if empty for at, char in enumerate(name) if char == ".")
+    return {top for name, top in tops if top in empty and is_in(name, top)}
 
 
 _UNITS = {"": 1, "B": 1} | {

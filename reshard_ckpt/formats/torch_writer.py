@@ -26,7 +26,7 @@ from ..engine.loading.stream import whole_run
 from ..errors import UnsupportedError
 from ..format.dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
-from ..state.describe import Index, saved_path
+from ..state.describe import Index, paths_of_values, saved_path
 from ..storage import LocalStorage
 from ..torchfile.object_writer import StreamedTensor, described_object, directory_of, laid_out, object_bytes
 from ..torchfile.zip_records import whole_record
@@ -97,11 +97,12 @@ def _state(
     optimizers = numbered_optimizers(catalog, values)
     links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
     root: dict[Any, Any] = {}
+    leaves = {path for path in paths_of_values(catalog).values() if len(path) == 1}
     for name, tensor in tensors.items():
         # State of an optimizer goes to torch's numbered form.
         path = path_of(name) if (link := links.get(name)) is None else optimizers[link.optimizer].path(link)
         if path is not None:
-            put(root, path, tensor)
+            put(root, _as_one_key(name) if path[:1] in leaves else path, tensor)
     check_keys(decode_path(entry.path) for entry in catalog.values_table)
     groups = {groups_name(name) for name in optimizers}
     for entry in catalog.values_table:

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import converting
@@ -485,6 +486,28 @@ def test_what_stands_for_things_of_other_ranks_is_not_written(tmp_path: Path):
         empty = (None, None) if to == "dcp" else ({}, [{}, [{}]])
         assert (found["t.w"].tolist(), found["v.a"], found.get("e"), found.get("l")) == ([0, 1, 2], [1], *empty)
         assert report.num_values == (1 if to == "dcp" else 3 if to == "torch" else 5)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": [], "a.b": torch.arange(3)},
+        {"a": 5, "a.b": torch.arange(3), "a.b.c": torch.ones(1)},
+        {"a": [], "a.b": 3},
+        {"a": {}, "a.b": [1]},
+        {"s": {"a": [], "a.b": torch.arange(3)}},
+        {"s": {"a": (), "a.b": 3}},
+    ],
+    ids=repr,
+)
+def test_a_key_with_a_dot_is_not_in_the_value_whose_name_it_begins_with(tmp_path: Path, state: dict[str, Any]):
+    checkpoint.save(tmp_path / "n", state)
+    assert checkpoint.convert(tmp_path / "n", tmp_path / "torch", to="torch").left_out == ()
+    torch.testing.assert_close(torch.load(tmp_path / "torch", weights_only=True), state)
+    if {} not in state.values():  # DCP has no entry for an empty dict
+        checkpoint.convert(tmp_path / "n", tmp_path / "dcp", to="dcp")
+        dcp_to_torch_save(tmp_path / "dcp", tmp_path / "from_dcp")
+        torch.testing.assert_close(torch.load(tmp_path / "from_dcp"), state)
 
 
 def test_an_empty_folder_may_be_filled_and_a_scheme_may_not(tmp_path: Path):
