@@ -19,6 +19,7 @@ from ..core.report import LoadReport, few, summarize
 from ..core.trees import children, children_of_dict, flatten, name_of
 from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
+from ..formats.dcp.names import is_taken_apart, taken_apart
 from ..state.capture import Target
 from ..state.targets import Prefixes
 from .arguments import Path, group_of, load_path, named_path, share_errors
@@ -127,16 +128,21 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _lacking(name: str, wanted: Any, saved: Any) -> Iterator[str]:
-    """Yield a problem for each entry of a dict in `wanted` that the dict in its place in `saved` lacks."""
+    """Yield a problem for each entry of a dict or list in `wanted` that the one in its place in `saved` lacks.
+
+    A list without dicts is one value, of any length.
+    """
     if isinstance(wanted, Mapping) and isinstance(saved, Mapping):
         for key, child in wanted.items():
             if key in saved:
                 yield from _lacking(f"{name}.{key}", child, saved[key])
             else:
                 yield from (not_saved(name_of(at)) for at, _ in flatten(child, children_of_dict, (name, key)))
-    elif type(wanted) is type(saved) is list and len(wanted) == len(saved):
-        for i, (child, other) in enumerate(zip(wanted, saved, strict=True)):
+    elif type(wanted) is type(saved) is list and is_taken_apart(wanted) and is_taken_apart(saved):
+        for i, (child, other) in enumerate(zip(wanted, saved, strict=False)):
             yield from _lacking(f"{name}.{i}", child, other)
+        for i in range(len(saved), len(wanted)):
+            yield from (not_saved(name_of(at)) for at, _ in taken_apart((name, i), wanted[i]))
 
 
 def _with_dcp_wording(error: MismatchError) -> MismatchError:

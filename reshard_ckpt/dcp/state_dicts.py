@@ -28,6 +28,7 @@ from ..comm.group import current_accelerator
 from ..core.catalog.names import GROUPS, STATE
 from ..core.trees import Path, children, leaves, map_tree, name_of
 from ..errors import UsageError
+from ..formats.dcp.names import is_taken_apart
 from ..state.optimizer_dicts import PlainDict, flattened, is_flattened, is_numbered, nested, saved_groups
 from ..state.shards import Value
 from ..state.tensors import is_tensor_like
@@ -142,7 +143,8 @@ def restore(value: Any, form: Any) -> Any:
             if value[key] is not child:
                 value[key] = child  # type: ignore[index]
         return value
-    if type(value) is list and type(form) is list and len(form) == len(value):
-        value[:] = [restore(child, new) for child, new in zip(value, form, strict=True)]
+    if type(value) is list and type(form) is list and (len(form) == len(value) or all(map(is_taken_apart, (value, form)))):
+        # Each item of a list with dicts has names of its own: more saved ones are ignored, and ones that are not saved stay.
+        value[: len(form)] = [restore(child, new) for child, new in zip(value, form, strict=False)]
         return value
     return form

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import io
 import pickle
+import re
 import threading
 import warnings
 from concurrent.futures import Future, wait
@@ -224,6 +225,40 @@ def test_tuples_of_tensors_load_from_the_folders_of_torch_as_torch_loads_them(tm
     else:
         with pytest.raises(MismatchError, match=r"more\.0: not in the checkpoint"):
             dcp.load(target, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("saver", [dcp, torch_dcp], ids=["ours", "torch"])
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ([{"x": 1}, {"x": 2}], [{"x": 0}, {"x": 0}, {"x": 0}]),
+        ([{"x": 1}, {"x": 2}], [{"x": 0}]),
+        ([{"x": 1}, 5], [{"x": 0}, 0, 7]),
+        ([{"x": 1}, 5], [{"x": 0}]),
+        ([[{"x": 1}], [{"x": 2}]], [[{"x": 0}, {"x": 7}]]),
+        ([{"l": [1, 2]}, 3], [{"l": [0]}]),
+        ([1, 2], [0, 0, 0]),
+        ([1, 2], [0]),
+        ([], [0]),
+        ([torch.ones(1), torch.ones(2)], [torch.zeros(1)]),
+        ([torch.ones(1), torch.ones(2)], [torch.zeros(1), torch.zeros(2), 3]),
+    ],
+)
+def test_a_list_of_another_length_loads_as_torch_loads_it(tmp_path: Path, saver: Any, partial: bool, saved: Any, wanted: Any):
+    saver.save({"l": saved}, checkpoint_id=tmp_path / "made")
+    torch_dcp.save({"l": saved}, checkpoint_id=tmp_path / "torch")
+    of_torch, ours = {"l": copy.deepcopy(wanted)}, {"l": copy.deepcopy(wanted)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
+    try:
+        torch_dcp.load(of_torch, checkpoint_id=tmp_path / "torch", planner=planner)
+    except torch_dcp.CheckpointException as error:
+        missing = re.findall(r"Missing key in checkpoint state_dict: (l.*)\.", str(error))[0]
+        with pytest.raises(MismatchError, match=f"Missing key in checkpoint: {missing}: not in the checkpoint"):
+            dcp.load(ours, checkpoint_id=tmp_path / "made", planner=planner)
+        return
+    dcp.load(ours, checkpoint_id=tmp_path / "made", planner=planner)
+    torch.testing.assert_close(ours, of_torch, rtol=0, atol=0)
 
 
 def test_an_empty_place_for_saved_state_is_said(tmp_path: Path):

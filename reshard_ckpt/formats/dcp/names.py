@@ -110,6 +110,11 @@ def taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     return ((at, leaf) for at, leaf in flatten(value, _children, path) if not isinstance(leaf, Mapping))
 
 
+def is_taken_apart(value: Any) -> bool:
+    """Return whether DCP would save the parts of a value on their own."""
+    return all(path for path, _ in taken_apart((), value))
+
+
 def _children(node: Any) -> Iterable[tuple[Key, Any]] | None:
     if isinstance(node, Mapping) and node:
         return ((str(key), child) for key, child in node.items())
