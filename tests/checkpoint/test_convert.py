@@ -326,6 +326,16 @@ def test_values_keep_their_keys_below_another_name(tmp_path: Path, call: Any):
     assert type(state["an_extra"]["of"]) is OrderedDict
 
 
+@pytest.mark.parametrize("new", ["b", "s.b"])
+def test_a_list_with_a_tensor_is_a_list_below_another_name(tmp_path: Path, new: str):
+    checkpoint.save(tmp_path / "n", {"a": [1, torch.ones(2), [2, torch.ones(1)]], "s": {"x": 1}})
+    checkpoint.convert(tmp_path / "n", tmp_path / "dcp", to="dcp", rename={"a": new})
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "from_dcp")
+    found = torch.load(tmp_path / "from_dcp")
+    wanted = [1, torch.ones(2), [2, torch.ones(1)]]
+    torch.testing.assert_close(found, {"b": wanted, "s": {"x": 1}} if new == "b" else {"s": {"x": 1, "b": wanted}})
+
+
 def test_a_tied_tensor_of_another_dtype_is_tied_no_more(tmp_path: Path):
     checkpoint.save(tmp_path / "n", {"model": Tied()})
     whole = checkpoint.read(tmp_path / "n")["model.embed.weight"]

@@ -246,8 +246,8 @@ def _renamed_path(value: ValueEntry, name: str) -> bytes:
     texts = [str(key[0] if is_wrapped(key) else key) for key in keys]
     for i in range(len(steps) if ".".join(texts) == value.name else 0):
         tail = ".".join(texts[i:])
-        is_index = is_wrapped(keys[i]) and type(keys[i][0]) is int  # without the name of its list, an index is a key like others
-        if not is_index and (name == tail or name.endswith(f".{tail}")):
+        is_index = is_wrapped(keys[i]) and type(keys[i][0]) is int  # at the top, without a list, an index is a key like others
+        if name.endswith(f".{tail}") or (name == tail and not is_index):
             return encode_path([*name.removesuffix(tail).split(".")[:-1], *steps[i:]])
     return encode_path(name.split("."))
 
