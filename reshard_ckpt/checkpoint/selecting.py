@@ -43,7 +43,9 @@ def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
         return SelectedNames(*map(list, kinds))
     if isinstance(names, str):
         raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
-    found = {name: [matching(known, name) for known in kinds] for name in names}
+    everything = [name for known in kinds for name in known]
+    matched = {name: frozenset(matching(everything, name)) for name in names}
+    found = {name: [[one for one in known if one in matched[name]] for known in kinds] for name in names}
     absent = [name for name, of_kinds in found.items() if not any(of_kinds)]
     if absent:
         hint = hint_of(absent[0], (*saved.names, *saved.value_names))

@@ -326,6 +326,20 @@ def test_values_keep_their_keys_below_another_name(tmp_path: Path, call: Any):
     assert type(state["an_extra"]["of"]) is OrderedDict
 
 
+@pytest.mark.parametrize(
+    ("select", "chosen"),
+    [("[a]", {"[a].x"}), ("w[0]", {"w[0]"}), ("w*", {"w*"}), ("w?", {"w*", "w0"}), ("[ab]", {"a", "b"})],
+)
+def test_a_pattern_that_is_a_name_is_that_name_alone(tmp_path: Path, select: str, chosen: set[str]):
+    state = {"[a]": {"x": torch.ones(1)}, "a": 5, "w[0]": torch.ones(2), "w0": 1, "w*": 3, "b": torch.zeros(1)}
+    checkpoint.save(tmp_path / "n", state)
+    assert checkpoint.read(tmp_path / "n", [select]).keys() == chosen
+    checkpoint.convert(tmp_path / "n", tmp_path / "chosen", to="reshard", select=select)
+    assert checkpoint.read(tmp_path / "chosen").keys() == chosen
+    checkpoint.convert(tmp_path / "n", tmp_path / "others", to="reshard", exclude=select)
+    assert checkpoint.read(tmp_path / "others").keys() == checkpoint.read(tmp_path / "n").keys() - chosen
+
+
 @pytest.mark.parametrize("new", ["b", "s.b"])
 def test_a_list_with_a_tensor_is_a_list_below_another_name(tmp_path: Path, new: str):
     checkpoint.save(tmp_path / "n", {"a": [1, torch.ones(2), [2, torch.ones(1)]], "s": {"x": 1}})
