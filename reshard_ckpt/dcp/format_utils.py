@@ -8,8 +8,9 @@ import torch
 
 from ..checkpoint import convert
 from ..errors import UnsupportedError
+from ..formats.dcp.chunks import NAME as DCP
 from ..formats.dcp.names import MODEL
-from ..formats.source import open_source
+from ..formats.source import SAFETENSORS, open_source
 from .arguments import Path
 from .metadata import FORMATS_AS_SAVED
 from .saving import save
@@ -19,8 +20,9 @@ def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
     """Write a checkpoint as one file for ``torch.load``, by one process and in bounded memory.
 
     An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, with their names in ``param_names``. If a
-    folder of DCP has the state dict of a model alone, so has the file, unless a name in it begins with ``model.``: then all names
-    are divided at their first dot. A model at the top beside other things comes below the key ``model``.
+    folder of DCP or Hugging Face has the state dict of a model alone, so has the file. But if a name in a folder of DCP begins
+    with ``model.``, all names are divided at their first dot. A model at the top beside other things comes below the key
+    ``model``.
 
     Parameters
     ----------
@@ -29,10 +31,13 @@ def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
     torch_save_path
         The file to write; a file there is replaced.
     """
-    with open_source(dcp_checkpoint_dir) as source, open_source(dcp_checkpoint_dir, FORMATS_AS_SAVED) as as_saved:
-        catalogs = source.catalog, as_saved.catalog
-        named, saved = ({*each.names, *each.value_names, *each.unreadable} for each in catalogs)
-    is_model = bool(saved) and named == {f"{MODEL}.{name}" for name in saved}
+    with open_source(dcp_checkpoint_dir) as source:
+        is_model = source.format == SAFETENSORS
+        if source.format == DCP:
+            with open_source(dcp_checkpoint_dir, FORMATS_AS_SAVED) as as_saved:
+                catalogs = source.catalog, as_saved.catalog
+            named, saved = ({*each.names, *each.value_names, *each.unreadable} for each in catalogs)
+            is_model = bool(saved) and named == {f"{MODEL}.{name}" for name in saved}
     convert(dcp_checkpoint_dir, torch_save_path, to="torch", root=MODEL if is_model else None, overwrite=True)
 
 

@@ -662,6 +662,9 @@ def test_torch_files_are_written_and_read_as_with_torchs_functions(tmp_path: Pat
     torch_dcp.save(state["model"], checkpoint_id=tmp_path / "model")
     dcp.format_utils.dcp_to_torch_save(tmp_path / "model", tmp_path / "model.pt")
     assert list(torch.load(tmp_path / "model.pt")) == ["a.w"]
+    checkpoint.convert(tmp_path / "ours", tmp_path / "hf", to="safetensors", root="model")
+    dcp.format_utils.dcp_to_torch_save(tmp_path / "hf", tmp_path / "hf.pt")
+    assert list(torch.load(tmp_path / "hf.pt")) == ["a.w"]
     torch_dcp.save({**state["model"], "odd": collections.deque([1])}, checkpoint_id=tmp_path / "odd")
     with pytest.raises(UnsupportedError, match="odd is a value that cannot be read"):  # and not a file without it
         dcp.format_utils.dcp_to_torch_save(tmp_path / "odd", tmp_path / "odd.pt")
