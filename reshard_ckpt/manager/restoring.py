@@ -21,14 +21,14 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ..checkpoint.loading import Prepare, load_given, options_of
-from ..checkpoint.reading import read
+from ..checkpoint.reading import read_from
 from ..comm import Comm, open_session, value_of_first
 from ..core.report import LoadReport
 from ..engine.common.progress import LOGGER
 from ..engine.common.rounds import without_changes
 from ..engine.common.run_lineage import RunLineage
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
-from ..formats.source import Source, open_shared_source
+from ..formats.source import Source, open_shared_source, open_source
 from ..memory.restore import PassedOver, Restorable
 from ..memory.run import MemoryRun
 from .stored import StoredSteps
@@ -127,7 +127,12 @@ class Restoring:
         """Read whole tensors and values of one step, from memory or the store; see `Manager.read`. Collective."""
         memory = self._memory
         values = None if memory is None else self._from_memory(step, lambda found: memory.read(found, names), {})
-        return read(self._stored.path(step), names) if values is None else values
+        if values is not None:
+            return values
+        path = self._stored.path(step)
+        with open_source(path) as source:
+            self._stored.refuse_copy(step, path, source.catalog)
+            return read_from(source, names)
 
     def load_latest(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadedStep | None:
         """Load the newest whole checkpoint of memory and the store, as `Manager.load_latest` does. Collective."""
