@@ -71,14 +71,14 @@ def list_run(path: Path) -> list[StepLine]:
     lines = [
         StepLine(step, f"{url}/{folder}", problem="removed; its files stay for readers until a later save")
         if folder in gone
-        else _line(step, f"{url}/{folder}", superseded)
+        else _line(step, f"{url}/{folder}", superseded, names)
         for step, folder in steps
     ]
-    named = [_line(None, f"{url}/{name}") for name in others]
+    named = [_line(None, f"{url}/{name}", (), names) for name in others]
     return [*lines, *sorted(named, key=lambda line: (line.created_s or 0.0, line.path)), *problems]
 
 
-def _line(step: int | None, path: str, superseded: Collection[str] = ()) -> StepLine:
+def _line(step: int | None, path: str, superseded: Collection[str], names: StepNames) -> StepLine:
     """Open the checkpoint at a path, and return its `StepLine`. If it is missing or damaged, the line has a `problem`."""
     try:
         with open_source(path) as source:
@@ -87,6 +87,8 @@ def _line(step: int | None, path: str, superseded: Collection[str] = ()) -> Step
         return StepLine(step, path, problem="not committed")
     except CorruptError as error:
         return StepLine(step, path, problem=str(error))
+    if step is not None and names.is_copy(step, catalog.folder):
+        return StepLine(step, path, problem=f"saved as {catalog.folder}, and then copied or renamed; a manager passes it over")
     num_bytes = sum(file.size for file in catalog.files if not file.checkpoint)
     created_s = catalog.created_s if catalog.created_s > 0 else None
     # A lineage names a checkpoint of another library by its folder.

@@ -169,7 +169,7 @@ class StoredSteps:
 
     def refuse_copy(self, step: int, path: str, catalog: Catalog) -> None:
         """Raise a `CorruptError` if the catalog at `path`, the folder of `step`, was saved to the folder of another step."""
-        if self._names.step_of(catalog.folder) not in (None, step):
+        if self._names.is_copy(step, catalog.folder):
             raise CorruptError(
                 f"{path}: saved as {catalog.folder}, and then copied or renamed, so it is not of step {step}; rename or remove "
                 f"it, load it by checkpoint.load({path!r}, state), or write it anew as a step: reshard-ckpt convert "
@@ -312,7 +312,7 @@ class StoredSteps:
 
     def _is_copy(self, step: int) -> bool:
         """Return whether the folder of a step was saved as another step, so that it has the save id of that one."""
-        return self._names.step_of(self._info(step).saved_as) not in (None, step)
+        return self._names.is_copy(step, self._info(step).saved_as)
 
     def _needed(self, steps: Collection[int], but: str = "") -> frozenset[str]:
         """Return the keys of all files that these steps need, or that checkpoints in any other folders of the root need.

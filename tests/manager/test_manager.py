@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory, saving
+from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common.files import open_catalog
 from reshard_ckpt.engine.common.step_folders import find_steps, remove_step
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, StorageError, UsageError
@@ -181,6 +182,9 @@ def test_a_copy_under_the_number_of_another_step_is_passed_over(tmp_path: Path):
         manager.save(7, state(7))
         assert manager.steps() == [3, 5, 7, 60]  # the run went back from the copy to 5, which does not supersede step 3
         assert manager.best() == 3
+    assert [(line.step, line.problem) for line in list_run(root) if line.problem] == [
+        (60, "saved as step_3, and then copied or renamed; a manager passes it over")
+    ]
     checkpoint.load(root / "step_60", loaded := empty())
     assert holds(loaded, 3)
     # A run that is copied whole keeps its steps, and a step that is written anew is that of its folder.

@@ -74,6 +74,10 @@ class StepNames:
                 return int(digits)
         return None
 
+    def is_copy(self, step: int, saved_as: str) -> bool:
+        """Return whether a step's folder is a copy: its catalog says that it was saved as `saved_as`, the folder of another."""
+        return self.step_of(saved_as) not in (None, step)
+
     def folder(self, root: Storage, step: int) -> str:
         """Return a step's folder name: of a committed checkpoint, else of any folder that exists, else for a new checkpoint."""
         if len(self.patterns) == 1:
