@@ -117,6 +117,7 @@ def test_saves_go_to_memory_and_every_so_often_to_the_store(tmp_path: Path, memo
         assert loaded(manager) == (5, "memory")
     assert handle.persisted()  # by the clean close
     assert checkpoint.verify(tmp_path / "step_5").ok
+    assert checkpoint.catalog(tmp_path / "step_5").folder == "step_5"
     assert not (tmp_path / "step_4").exists()
     assert_is_stored(tmp_path, 5)
 
