@@ -142,6 +142,10 @@ class LiveReshard:
     def run(self) -> LoadReport:
         """Move the present content of `src` into `dst`. Collective.
 
+        Returns
+        -------
+        LoadReport
+
         Raises
         ------
         UsageError

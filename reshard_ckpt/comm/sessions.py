@@ -134,7 +134,9 @@ def _refuse_no_time(timeout_s: Any) -> None:
 
 @contextmanager
 def launched_group(timeout_s: float = 600) -> Iterator[None]:
-    """Join a process group of all processes that ``torchrun`` started. Does nothing for one process, or if there is a group.
+    """In the ``with`` block, have a process group of all processes that ``torchrun`` started.
+
+    Do nothing for one process, or if there is a group.
 
     Raises
     ------
@@ -210,7 +212,7 @@ class Place(Generic[AnyComm]):
 
     @contextmanager
     def session(self) -> Iterator[Comm]:
-        """Open the session, once; see `open_session`."""
+        """Open the session for the ``with`` block, once; see `open_session`."""
         comm = self._arrive()
         before, self._sessions.unopened = self._sessions.unopened, self.call
         try:

@@ -19,10 +19,10 @@ from .saving import save
 def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
     """Write a checkpoint as one file for ``torch.load``, by one process and in bounded memory.
 
-    An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, with their names in ``param_names``. If a
-    folder of DCP or Hugging Face has the state dict of a model alone, so has the file. But if a name in a folder of DCP begins
-    with ``model.``, all names are divided at their first dot. A model at the top beside other things comes below the key
-    ``model``.
+    An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, with their names in ``param_names``. For a
+    folder of DCP or Hugging Face that holds only the state dict of a model, the file is that state dict. But if a name in a
+    folder of DCP begins with ``model.``, the file has a dict for the first part of each name. A model's tensors that lie at the
+    top beside other things come below the key ``model``.
 
     Parameters
     ----------

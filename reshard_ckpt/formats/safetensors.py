@@ -83,7 +83,7 @@ def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
 
 
 def _parts(header: Header, file: int, names: frozenset[str] | None, sharding: str, where: str) -> Iterator[tuple[Member, Part]]:
-    """Yield the tensors of a file that torch's writer made, each as a part of the global tensor."""
+    """Yield each tensor of a file that torch's writer made, with its part of the global tensor."""
     try:
         offsets = {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding, object_pairs_hook=unique).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:

@@ -275,7 +275,7 @@ class _StorageOf(FollowedStorage):
 
 @contextmanager
 def open_source(path: Path, formats: Formats = known_formats) -> Iterator[Source]:
-    """Open the checkpoint at a path for reading, in one process.
+    """Open the checkpoint at a path for a ``with`` block that reads it, in one process.
 
     Parameters
     ----------
@@ -297,7 +297,10 @@ def open_source(path: Path, formats: Formats = known_formats) -> Iterator[Source
 def open_shared_source(
     comm: Comm, path: Path, formats: Formats = known_formats, *, timeout_s: float = MOMENTS_S
 ) -> Iterator[Source]:
-    """Open a path on every rank, and check that all see the same checkpoint; rank 0 protects it from removal. Collective."""
+    """Open a path on every rank for a ``with`` block, and check that all see the same checkpoint. Collective.
+
+    Until the block ends, rank 0 protects the checkpoint from removal.
+    """
     with ExitStack() as stack:
         is_locking = comm.rank == 0
         yield open_same(comm, str(path), lambda found: _open(path, stack, formats, timeout_s, found, is_locking), stack)

@@ -261,6 +261,10 @@ class Manager(RunSteps):
             Plain values to keep in the catalog, the same on all ranks.
         options
             Further options of `checkpoint.save`.
+
+        Returns
+        -------
+        SaveReport
         """
         step = checked_step(step)
         path = self._begin("save", step, state)
@@ -290,6 +294,10 @@ class Manager(RunSteps):
             As for `save`.
         options
             Further options of `checkpoint.async_save`.
+
+        Returns
+        -------
+        SaveHandle
         """
         step = checked_step(step)
         path = self._begin("async_save", step, state)

@@ -324,7 +324,7 @@ class JobImages:
 
 @contextmanager
 def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callable[[str], Links] | None) -> Iterator[Source]:
-    """Open a checkpoint in the memory of nodes as a source for loading, on every rank. Collective.
+    """Open a checkpoint in the memory of nodes on every rank, as the source of loads in a ``with`` block. Collective.
 
     Parameters
     ----------

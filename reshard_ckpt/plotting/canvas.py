@@ -60,7 +60,7 @@ ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw in this package's style, independent of the user's; letters that the font lacks become boxes, without a warning."""
+    """Draw in this package's style in the ``with`` block. Letters that the font lacks become boxes, without a warning."""
     with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph |Matplotlib currently does not support")
         yield

@@ -66,7 +66,10 @@ def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequ
 
 
 def _is_cut_with(of: TargetPlacement, placed: Mapping[str, TargetPlacement], other: str) -> bool:
-    """Tell whether a tensor's cuts depend on those of `other`: the tensor follows it, or both lie in one flat vector."""
+    """Tell whether the cuts of the tensor placed as `of` depend on the tensor named `other`; `placed` has all placements by name.
+
+    They do if the tensor follows `other`, or if both lie in one flat vector.
+    """
     leader = placed[of.follows] if of.follows is not None else of
     vector, its = leader.vector, placed[other].vector
     return other == of.follows or (vector is not None and its is not None and its[0] == vector[0])

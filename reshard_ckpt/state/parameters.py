@@ -366,7 +366,7 @@ def _view_of_dict(row: Entry, members: Mapping[int, tuple[Owner, ...]]) -> Optim
 
 
 def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -> Mapping[int, tuple[Owner, ...]] | None:
-    """Find the parameter of each number in a state dict; return its owners by number, or None if the state does not show them.
+    """Map each parameter's number in an optimizer's state dict to its owners. Return None if the state does not show them.
 
     `source` is the optimizer that gave out the state dict; None if it is not known.
 

@@ -66,10 +66,12 @@ def level_shares(loads: I64, total: int) -> I64:
 def assign(groups: list[ReplicaGroup], num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64) -> Assigned:
     """Divide the items of each replica group over the ranks of the group, so that all ranks write about equally many bytes.
 
+    Return the parts that each rank writes.
+
     Parameters
     ----------
     groups
-        Each has at least one rank.
+        The replica groups; each has at least one rank.
     num_elements, item_bytes, slice_elements : (I,)
         For each item: its elements, the bytes of one element, the elements of one slice of its outermost dim.
     loads : (ranks,)
@@ -91,7 +93,7 @@ def assign(groups: list[ReplicaGroup], num_elements: I64, item_bytes: I64, slice
 
 
 def _cut_stream(group: ReplicaGroup, num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64) -> Assigned:
-    """Lay the items of a group end to end, and cut them into one part for each rank; add the bytes of each rank to `loads`."""
+    """Cut the items of a group, laid end to end, into parts for its ranks. Return the parts, and add their bytes to `loads`."""
     # first[i], ends[i]: the bytes of the stream before item i, and up to its end; quota: bytes for each rank; at: the cuts.
     items = group.items
     each, ends = item_bytes[items], np.cumsum(num_elements[items] * item_bytes[items])

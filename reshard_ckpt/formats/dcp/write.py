@@ -173,7 +173,10 @@ def _lay_out_tensors(out: _Files, catalog: Catalog, layout: FolderLayout) -> dic
 
 
 def _boxes(catalog: Catalog, index: int) -> Iterator[tuple[Ints, Ints, Run]]:
-    """Yield boxes that are contiguous in a tensor and together make it; each has at most `CHUNK_BYTES`, or one element."""
+    """Cut a tensor into boxes that are contiguous in it, of at most `CHUNK_BYTES`, or of one element.
+
+    Yield the offsets and lengths of each box, and the run of the tensor with its elements.
+    """
     shape, whole = catalog.shape(index), whole_run(catalog, index)
     each = TORCH_DTYPES[catalog.dtype(index)].itemsize
     if prod(shape) * each <= CHUNK_BYTES:
