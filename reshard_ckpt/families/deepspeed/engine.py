@@ -38,6 +38,7 @@ from .loading import find_saved
 from .model_parallel import num_tensor_parallel
 from .names import LATEST
 from .nebula import NebulaRun
+from .places import CURE_OF_ENGINES
 from .values import NOT_VALUES, Path
 
 
@@ -237,7 +238,7 @@ class Engine:
             if engine.save_zero_checkpoint:
                 return
         elif not _OPTIMIZER.fullmatch(name):
-            raise UnsupportedError(f"{path}: DeepSpeed saves a file of this name in a way that is not known here")
+            raise UnsupportedError(f"{path}: DeepSpeed saves a file of an unknown name; {CURE_OF_ENGINES}")
         self._begin(engine)
 
     def load(self, path: str, map_location: Any = None) -> Any:

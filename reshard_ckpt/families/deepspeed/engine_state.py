@@ -21,7 +21,7 @@ from ...plugins.errors import UnsupportedError
 from ...plugins.groups import comparable, named_group
 from .model_parallel import Parallel, num_tensor_parallel
 from .names import MASTER, global_name, is_expert, num_local_experts
-from .places import Params, RankState, open_state, striped_runs
+from .places import CURE_OF_ENGINES, Params, RankState, advised, open_state, striped_runs
 
 FLAT_OWNERS = (
     "single_partition_of_fp32_groups",  # ZeRO-1 and 2
@@ -53,12 +53,13 @@ def refuse_unsupported(engine: Any) -> None:
     if grid is not None and grid.get_slice_parallel_world_size() > 1:
         raise UnsupportedError(
             f"this pipeline divides each layer among {grid.get_slice_parallel_world_size()} tensor-parallel ranks, and nothing "
-            "tells how; that is not supported"
+            f"tells how; {CURE_OF_ENGINES}"
         )
     is_auto = num_tensor_parallel(engine) > 1
     if grid is None and not is_auto and engine.mp_world_size > 1:
         raise UnsupportedError(
-            f"this engine has {engine.mp_world_size} model-parallel ranks of its own mpu; only AutoTP and pipelines are supported"
+            f"this engine has {engine.mp_world_size} model-parallel ranks of its own mpu, and only AutoTP and pipelines are "
+            f"supported; {CURE_OF_ENGINES}"
         )
     if engine.has_moe_layers:
         # Experts are supported if DeepSpeed's own layers divide them among data-parallel ranks, without other parallelism.
@@ -68,9 +69,9 @@ def refuse_unsupported(engine: Any) -> None:
             "by AutoEP": any(type(module).__name__.startswith("AutoEP") for module in engine.module.modules()),
         }
         for way in (way for way, is_used in ways.items() if is_used):
-            raise UnsupportedError(f"this model's experts are divided among ranks {way}; that is not supported")
+            raise UnsupportedError(f"this model's experts are divided among ranks {way}; {CURE_OF_ENGINES}")
     if getattr(engine, "zenflow", False):
-        raise UnsupportedError("ZenFlow updates the optimizer's state in a process of its own; that is not supported")
+        raise UnsupportedError(f"ZenFlow updates the optimizer's state in a process of its own; {CURE_OF_ENGINES}")
 
 
 def _global_names(engine: Any) -> dict[str, str]:
@@ -135,7 +136,8 @@ class EngineState:
         rank: int | list[int] = 0 if group is None else dist.get_rank(group=group)
         if self._renamed:  # with experts, each group has its own process group
             rank = [dist.get_rank(group=of) for of in self._optimizer.real_dp_process_group]
-        return open_state(self._flat, self._optimizer.state_dict(), rank, "the optimizer of the engine")
+        with advised(CURE_OF_ENGINES):
+            return open_state(self._flat, self._optimizer.state_dict(), rank, "the optimizer of the engine")
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the hyperparameters of the optimizer's groups, with the names of their parameters under ``params``."""

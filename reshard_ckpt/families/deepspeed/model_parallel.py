@@ -25,7 +25,7 @@ from ...plugins.placements import parts_of_box, row_major_strides
 from ...plugins.states import values_of_all
 from ...plugins.torchfile import TorchFile
 from .names import parameter_name
-from .places import Params, local_shapes
+from .places import CURE_OF_ENGINES, CURE_OF_FOLDERS, Params, advised, local_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,7 @@ class TensorParallel:
     def __init__(self, info: Mapping[str, Any]) -> None:
         affine = info.get("affine_map") or {}
         if affine.get("version", 1) != 1:
-            raise UnsupportedError(
-                f"its affine_map has version {affine['version']!r}, and only version 1 is read; save with reshard_ckpt instead"
-            )
+            raise UnsupportedError(f"its affine_map has version {affine['version']!r}, and only version 1 is read")
         self._maps = _by_name(affine.get("params") or {})
         self._unsupported = _by_name(info.get("autotp_unsupported_parameter_patterns") or {})
         self._replicated = _by_name(dict.fromkeys(info.get("tp_replicated_parameter_patterns") or ()))
@@ -93,10 +91,7 @@ class TensorParallel:
         if (found := self._maps.get(name)) is not None:
             return _shard_of(found, name, rank, shapes[rank])
         if (kind := self._other_kinds.get(name)) is not None:
-            raise UnsupportedError(
-                f"{name}: is divided among tensor-parallel ranks as {kind} says, and no affine_map says how; save with "
-                "reshard_ckpt instead"
-            )
+            raise UnsupportedError(f"{name}: is divided among tensor-parallel ranks as {kind} says, and no affine_map says how")
         if name in self._replicated:
             return Shard.whole(shapes[rank]) if rank == 0 else Shard(shapes[0], ())
         return _cut_along(1 if name in self._rows else 0, name, rank, shapes)
@@ -142,10 +137,7 @@ def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Sha
             # Ranks share a piece that is replicated: only the lowest of them counts it.
             if min(piece["locations"]) == rank:
                 if piece.get("scale", 1.0) != 1.0:
-                    raise UnsupportedError(
-                        f"{name}: its tensor-parallel ranks hold it times {piece['scale']}, so no file has its own values; "
-                        "convert the folder with DeepSpeed's ds_to_universal, or save with reshard_ckpt"
-                    )
+                    raise UnsupportedError(f"{name}: its tensor-parallel ranks hold it times {piece['scale']}")
                 segments += _segments(name, shape, held, piece)
         return Shard(shape, tuple(segments))
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -163,10 +155,10 @@ def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> l
     is_box = all(n == 1 or s == w for n, s, w in zip(lengths, source_strides, strides, strict=True))
     offsets = tuple(source // s % n if n else 0 for s, n in zip(strides, shape, strict=True))
     if not is_box or any(o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):
-        raise UnsupportedError(f"{name}: a piece of its affine_map is not a box of the tensor; save with reshard_ckpt instead")
+        raise UnsupportedError(f"{name}: a piece of its affine_map is not a box of the tensor")
     last = dest + sum((n - 1) * s for n, s in zip(lengths, dest_strides, strict=True))
     if dest < 0 or last >= prod(held) or min(dest_strides, default=0) < 0:
-        raise UnsupportedError(f"{name}: a piece of its affine_map lies beyond the shard; save with reshard_ckpt instead")
+        raise UnsupportedError(f"{name}: a piece of its affine_map lies beyond the shard")
     # Places are counted in elements of the shard, which stands for a file here.
     parts = parts_of_box(offsets, lengths, tuple(dest_strides), 0, dest, 1, name)
     return [FlatBox(part.offset, part.offsets, part.lengths) for part in parts]
@@ -221,7 +213,7 @@ class ModelParallelParts:
                 )
             return self.parallel.shard(fqn, mp, [shape for shape in shapes if shape is not None])
         except UnsupportedError as error:
-            self._builder.unreadable(parameter_name(fqn), UnsupportedError(f"{self._builder.where}: {error}"))
+            self._builder.unreadable(parameter_name(fqn), UnsupportedError(f"{self._builder.where}: {error}; {CURE_OF_FOLDERS}"))
             return Shard((), (), readable=False)
 
 
@@ -245,7 +237,8 @@ class Parallel:
 
             group = groups.get_tensor_model_parallel_group()
             self._rank = dist.get_rank(group=group)
-            self._map = TensorParallel(info or {})
+            with advised(CURE_OF_ENGINES):
+                self._map = TensorParallel(info or {})
             own_shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
             self._shapes = values_of_all("share shapes of", "tensor-parallel parameters", own_shapes, process_group=group)
 
@@ -262,9 +255,10 @@ class Parallel:
             return Shard.whole(local)
         if fqn not in self._known:
             shapes: list[Ints] = [tuple(of_rank[fqn]) for of_rank in self._shapes]
-            found = self._map.shard(fqn, self._rank, shapes)
-            # A parameter that all ranks hold whole: each of them is a replica of rank 0, and they share the writing.
-            self._known[fqn] = found if found.segments else self._map.shard(fqn, 0, shapes)
+            with advised(CURE_OF_ENGINES):
+                found = self._map.shard(fqn, self._rank, shapes)
+                # A parameter that all ranks hold whole: each of them is a replica of rank 0, and they share the writing.
+                self._known[fqn] = found if found.segments else self._map.shard(fqn, 0, shapes)
         return self._known[fqn]
 
     def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> Any:

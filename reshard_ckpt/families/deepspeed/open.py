@@ -34,7 +34,9 @@ from .names import (
 )
 from .pipeline import TIED, open_layers, params_of_fragments, tied_names
 from .places import (
+    CURE_OF_FOLDERS,
     Params,
+    advised,
     named_globally,
     open_state,
     placed_groups,
@@ -123,7 +125,8 @@ class _Tag:
         self._layers = open_layers(self._reader, files.layers, storage.url)
         parallel = None
         if files.num_models > 1 and not files.layers:
-            parallel = TensorParallel(self._info(self._models[0]))
+            with advised(CURE_OF_FOLDERS):
+                parallel = TensorParallel(self._info(self._models[0]))
         self._experts = module_files(files, self._where, first)
         self._parts = ModelParallelParts(self._builder, self._models, parallel)
         self._masters: set[str] = set()
@@ -184,7 +187,8 @@ class _Tag:
             has_places = self._experts and isinstance(counts, list | tuple)
             places = placed_groups(counts, self._num_dp, dp) if has_places else ()
             named = named_globally(params, places) if places else params
-            opened = open_state(named, state, [place.rank for place in places] or dp, where)
+            with advised(CURE_OF_FOLDERS):
+                opened = open_state(named, state, [place.rank for place in places] or dp, where)
             if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
                 raise CorruptError(
                     f"{where} is of {max(opened.num_ranks)} data-parallel ranks, and there are files of {self._num_dp}: one was "

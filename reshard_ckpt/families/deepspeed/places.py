@@ -18,7 +18,8 @@ live).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -161,6 +162,19 @@ NOT_SHARED = frozenset({
 """Keys of an optimizer's state dict that describe its tensors. All others are DeepSpeed's own values, which are saved as such."""
 
 
+CURE_OF_FOLDERS = "convert the folder with DeepSpeed's ds_to_universal, or load it with DeepSpeed"
+CURE_OF_ENGINES = "detach(engine): DeepSpeed itself saves and loads it"
+
+
+@contextmanager
+def advised(cure: str) -> Iterator[None]:
+    """Add the next step to an error of the ``with`` block about something that is not supported, in a folder or an engine."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error}; {cure}") from None
+
+
 def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | Sequence[int], where: str) -> RankState:
     """Convert the state dict of a rank's optimizer to its flat groups, hyperparameters and values.
 
@@ -187,13 +201,9 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | S
     if is_striped:
         masters, base = state["fp32_flat_groups"], state["optimizer_state_dict"]
         if not isinstance(rank, int):
-            raise UnsupportedError(
-                f"{where}: ZeRO-3 divides its groups among different ranks, which is not supported; save with reshard_ckpt"
-            )
+            raise UnsupportedError(f"{where}: ZeRO-3 divides its groups among different ranks, which is not supported")
         if state.get("ds_zero_partition_groups"):
-            raise UnsupportedError(
-                f"{where}: AutoEP divides its groups among different ranks, which is not supported; save with reshard_ckpt"
-            )
+            raise UnsupportedError(f"{where}: AutoEP divides its groups among different ranks, which is not supported")
     elif "single_partition_of_fp32_groups" in state:
         masters, base = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]
     elif "fp32_groups_flat" in state:  # a wrapper without ZeRO: each rank has all

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CorruptError, UnsupportedError
-from reshard_ckpt.families.deepspeed.model_parallel import FlatBox, Shard, TensorParallel
+from reshard_ckpt.families.deepspeed.model_parallel import FlatBox, Parallel, Shard, TensorParallel
 from reshard_ckpt.families.deepspeed.pipeline import _is_cast
 from reshard_ckpt.families.deepspeed.places import Params, Runs, open_state, packed_length, packed_runs, striped_runs
 from reshard_ckpt.plugins import CatalogBuilder, Part, open_storage
@@ -93,6 +93,10 @@ def test_scaled_and_undescribed_shards_are_refused() -> None:
     parallel = _map(logical_shape=[4], ranks={0: {"shard_shape": [4], "pieces": [piece]}})
     with pytest.raises(UnsupportedError, match=r"hold it times 0.5"):
         parallel.shard("l.w", 0, [(4,), (4,)])
+    live = Parallel.__new__(Parallel)
+    live._map, live._known, live._rank, live._shapes = parallel, {}, 0, [{"l.w": (4,)}] * 2
+    with pytest.raises(UnsupportedError, match=r"hold it times 0.5; detach\(engine\)"):  # it is saved with this library already
+        live.shard("l.w", (4,))
     with pytest.raises(UnsupportedError, match="Megatron-DeepSpeed"):
         TensorParallel({"tp_replicated_parameter_patterns": [r".*norm.*"]})
     with pytest.raises(UnsupportedError, match="version 2"):
