@@ -68,7 +68,9 @@ def compact(
         open_shared_source(comm, path, timeout_s=timeout_s) as source,
     ):
         if source.format != NATIVE:
-            raise UsageError(f"{source.storage.url}: is a {source.format} checkpoint, which refers to no other")
+            raise UsageError(
+                f"{source.storage.url}: is a {source.format} checkpoint, which refers to no other; it needs no compact"
+            )
         # Again: a save may have replaced the catalog that `open_shared_source` locked.
         with reading(source.storage) if comm.rank == 0 else nullcontext():
             encoded = value_of_first(comm, lambda: read_catalog_bytes(source.storage))

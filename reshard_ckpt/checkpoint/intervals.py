@@ -97,7 +97,9 @@ def goodput(
     if not 0 <= stall < inf:
         raise UsageError(f"stall={stall!r}: pass seconds, 0 or more")
     if copies is not None and not 0 <= copies < nodes:
-        raise UsageError(f"copies={copies!r} with nodes={nodes!r}: copies lie on other nodes, so pass 0 or more, and more nodes")
+        raise UsageError(
+            f"copies={copies!r} with nodes={nodes!r}: copies lie on other nodes: pass copies from 0 to {nodes - 1}, or more nodes"
+        )
     job = JobFigures(
         state_bytes=state_gb * GB,
         write_bytes_per_s=write_gbps * GB,

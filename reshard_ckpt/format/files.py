@@ -306,7 +306,9 @@ def decode_digests(data: bytes | memoryview, file_size: int, *, name: str = "dig
     if magic != _MAGIC:
         raise CorruptError(f"{name}: begins with {magic!r}, not with {_MAGIC!r}: no digests file; use another checkpoint")
     if version != _VERSION:
-        raise CorruptError(f"{name}: version {version}, written by a newer version than this, which reads {_VERSION}; upgrade")
+        raise CorruptError(
+            f"{name}: version {version}, written by a newer version than this, which reads {_VERSION}; upgrade reshard_ckpt"
+        )
     if block_bytes not in ALLOWED_BLOCK_BYTES:
         raise CorruptError(f"{name}: blocks of {block_bytes} bytes, not one of {ALLOWED_BLOCK_BYTES}; use another checkpoint")
     if size != file_size:

@@ -207,7 +207,7 @@ class RankFolder:
         return {number: name for number, (name, _) in enumerate(self._params)}
 
     def add_values(self, stem: str, keys: Sequence[str]) -> None:
-        """Add the values in the files of all ranks. A value that differs between ranks is named by rank."""
+        """Add the values in the files of all ranks below the name `stem`. A value that differs between ranks is named by rank."""
         reader = FileReader(self.storage, tagged="")
         try:
             found = [file.plain(file.content) for file in map(reader.open, keys)]
@@ -350,7 +350,9 @@ def _layout(value: PickledDTensor, where: str) -> Layout:
     known = [_placement(placement) for placement in placements] if isinstance(placements, tuple | list) else [None]
     if None in known or sizes is None or len(sizes) != len(known) or not isinstance(value.local, PickledTensor):
         shown = [class_of(p) for p in placements] if isinstance(placements, tuple | list) else class_of(placements)
-        raise UnsupportedError(f"{where}: a DTensor with placements {shown} on a mesh of {sizes} is unknown here")
+        raise UnsupportedError(
+            f"{where}: a DTensor with placements {shown} on a mesh of {sizes} is unknown here; load it with torch"
+        )
     if at is not None and (  # None: the rank is not in the mesh
         len(at) != len(sizes) or not all(type(i) is int and 0 <= i < n for i, n in zip(at, sizes, strict=True))
     ):

@@ -80,7 +80,7 @@ def _items(saved: dict[str, Any], present: set[str], folder: RankFolder, where: 
             if kinds - {"TorchSerialization"}:
                 folder.builder.unreadable(
                     item,
-                    UnsupportedError(f"{where}: {item} was saved by {sorted(kinds)}, and files of torch.save alone are read"),
+                    UnsupportedError(f"{where}: {item} was saved by {sorted(kinds)}, which is not read; use torch_checkpointing"),
                 )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"{where} has another form than torch_checkpointing writes ({error!r}); use another copy") from None

@@ -299,7 +299,8 @@ def _listed(local: Any, shape: Ints) -> LocalShard:
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
         sizes = [tuple(chunk.sizes) for chunk in chunks]
         raise LayoutError(
-            f"its local tensor of shape {tuple(local.shape)} lists chunks of sizes {sizes}; list the one that it is"
+            f"its local tensor of shape {tuple(local.shape)} lists chunks of sizes {sizes}; have its __create_chunk_list__ "
+            "return one chunk, of that shape"
         )
     return LocalShard(local, shape, chunks[0].offsets) if local.numel() else LocalShard(local, shape, pieces=[])
 

@@ -232,7 +232,7 @@ def _checked_above(value: Any, path: Path, above: tuple[int, ...]) -> tuple[int,
             f"{name_of(path[:MAX_SHOWN])}…: dicts and lists are nested deeper than {MAX_STEPS} levels here; flatten the state"
         )
     if id(value) in above:
-        raise UsageError(f"{name_of(path)}: {type_in_words(value)} that contains itself cannot be saved")
+        raise UsageError(f"{name_of(path)}: {type_in_words(value)} that contains itself cannot be saved; take it out of itself")
     return (*above, id(value))
 
 

@@ -107,9 +107,9 @@ class MemoryStorage(Storage):
         path = self._root + key
         above = [path[:at] for at, letter in enumerate(path) if letter == "/" and path[:at] in _FILES]
         if above:
-            raise StorageError(f"memory://{above[0]}: is a file, so {key!r} cannot be below it")
+            raise StorageError(f"memory://{above[0]}: is a file, so {key!r} cannot be below it; use another path")
         if _below(path + "/"):
-            raise StorageError(f"{self._where(key)}: is a folder, so it cannot be a file")
+            raise StorageError(f"{self._where(key)}: is a folder, so it cannot be a file; use another path")
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         data = self._get(key)

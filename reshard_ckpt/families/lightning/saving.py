@@ -209,7 +209,9 @@ def read_whole(path: str) -> dict[str, Any]:
     """Read a checkpoint into the dict that Lightning itself would have written, without the state of optimizers."""
     found = checkpoint.read(path, ["model", "trainer"])
     if "trainer" not in found:
-        raise CheckpointNotFound(f"{path}: this checkpoint is not of a strategy for Lightning: it has no value named trainer")
+        raise CheckpointNotFound(
+            f"{path}: no strategy of Lightning saved this checkpoint: it has no value named trainer; load it with checkpoint.load"
+        )
     return {**found.pop("trainer"), STATE_DICT: {name.removeprefix("model."): tensor for name, tensor in found.items()}}
 
 

@@ -229,7 +229,10 @@ class _Folder:
     def _open(self, key: str, extent: Extent) -> TorchFile:
         self.raw[key] = RawValue((key,), extent.file, extent.offset, extent.length)
         if extent.length > MAX_OBJECT_BYTES:
-            raise UnsupportedError(f"{self.storage.url}: {key} has {extent.length} bytes, more than an object may have")
+            raise UnsupportedError(
+                f"{self.storage.url}: {key} has {extent.length:,} bytes, and objects of up to {MAX_OBJECT_BYTES:,} are read; "
+                "load it with Megatron"
+            )
         return TorchFile(key, io.BytesIO(self.raw[key].read(self.storage)), f"{self.storage.url}: {key}", tagged="")
 
     def _add_common(self, key: str, extent: Extent) -> None:

@@ -58,7 +58,7 @@ def read_integrity(storage: Storage) -> dict[str, bytes]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{where}: is not a list of digests ({error}); use another checkpoint") from None
     if algorithm != "sha256":
-        raise UnsupportedError(f"{where}: has digests of {algorithm!r:.40}; only sha256 is known")
+        raise UnsupportedError(f"{where}: has digests of {algorithm!r:.40}; only sha256 is known; load it with Megatron")
     return digests
 
 

@@ -122,7 +122,7 @@ class ReshardCheckpointManager(CheckpointManager):  # type: ignore[misc]
             return {MODEL: self.states[MODEL].model}
         unknown = sorted({*self.exclude_from_loading} - {*self.states})
         if unknown:
-            raise UsageError(f"exclude_from_loading={unknown}: the states of this job are {sorted(self.states)}")
+            raise UsageError(f"exclude_from_loading={unknown}: not states of this job; name some of {sorted(self.states)}")
         state = {name: part for name, part in self._state().items() if name not in self.exclude_from_loading}
         if hasattr(state.get(DATALOADER), "dp_world_size"):
             state[DATALOADER] = _Loader(state[DATALOADER])

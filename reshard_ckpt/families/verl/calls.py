@@ -104,7 +104,9 @@ def _state(manager: Any, contents: Any) -> dict[str, Any]:
             state["extra_state"]["lr_scheduler"] = manager.lr_scheduler
     absent = [name for name, part in state.items() if part is None]
     if absent:
-        raise UsageError(f"{absent[0]}: the contents of the checkpoint are {list(contents)}, and this manager has none of it")
+        raise UsageError(
+            f"{absent[0]}: is one of the contents {list(contents)} of the checkpoint, and this manager has none; leave it out"
+        )
     return state
 
 
