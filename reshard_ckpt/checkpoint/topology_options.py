@@ -29,7 +29,7 @@ def mesh_of(option: str, mesh: Mapping[str, int]) -> Mesh:
     """
     good = isinstance(mesh, Mapping) and all(isinstance(axis, str) and axis for axis in mesh)
     if not good or not all(type(size) is int and size >= 1 for size in mesh.values()):
-        raise UsageError(f"{option}={mesh!r}: wanted axes and their sizes, outermost first, as in {option}={{'dp': 2, 'tp': 4}}")
+        raise UsageError(f"{option}={mesh!r}: wanted axes and their sizes, 1 or more, as in {option}={{'dp': 2, 'tp': 4}}")
     made = Mesh(tuple(mesh), tuple(mesh.values()))
     for axis in made.axes:
         check_text(axis, f"an axis of {option}=")

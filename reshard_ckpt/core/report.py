@@ -220,7 +220,8 @@ def check_patterns(option: str, patterns: object) -> None:
     if only_lists and isinstance(patterns, bool):
         other = "; strict=False loads whatever fits" if option == "ignore" else ""
         raise UsageError(f"{option}={patterns}: pass a list of patterns{other}")
-    is_list = isinstance(patterns, Collection) and all(isinstance(pattern, str) for pattern in patterns)
+    # A map of patterns to dtypes is for `reshard` and `convert`; here its dtypes would be passed over in silence.
+    is_list = isinstance(patterns, Collection) and not isinstance(patterns, dict) and all(isinstance(p, str) for p in patterns)
     if not isinstance(patterns, bool) and not is_list:
         raise UsageError(f"{option}={patterns!r}: pass a list of patterns, each of them text")
 
@@ -331,10 +332,10 @@ _UNITS = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0
 _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*")
 
 
-def duration_s(text: str | float, *, option: str, or_zero: bool = False) -> float:
+def duration_s(text: str | float, *, option: str, or_zero: bool = False, other: str = "") -> float:
     """Convert a duration such as "10min" to seconds; a number means seconds.
 
-    With `or_zero`, 0 is allowed; `option` is for messages.
+    With `or_zero`, 0 is allowed. `option`, and `other` values that it has, are for messages.
 
     >>> duration_s("6h", option="mtbf"), duration_s("10min", option="persist_every"), duration_s(90, option="mtbf")
     (21600.0, 600.0, 90.0)
@@ -352,7 +353,8 @@ def duration_s(text: str | float, *, option: str, or_zero: bool = False) -> floa
     elif isinstance(text, int | float) and not isinstance(text, bool):
         seconds = float(text)
     if not (0 < seconds < math.inf or (or_zero and seconds == 0)):
-        raise UsageError(f'{option}={text!r}: wanted a duration above zero: seconds, or text such as "90s", "10min", "6h", "2d"')
+        what = f'{other}a duration above zero: seconds, or text such as "90s", "10min", "6h", "2d"'
+        raise UsageError(f"{option}={text!r}: wanted {what}")
     return seconds
 
 

@@ -209,7 +209,7 @@ def interval_rule(
         )
     known_s = None if mtbf is None else duration_s(mtbf, option="mtbf")
     if interval is not None and interval != "auto":
-        fixed_s = duration_s(interval, option="interval")
+        fixed_s = duration_s(interval, option="interval", other='"auto" or ')
         return lambda costs: fixed_s, 1
 
     def interval_s(costs: SaveCosts) -> float | None:

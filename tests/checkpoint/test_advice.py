@@ -32,6 +32,12 @@ def test_a_value_without_a_place_names_the_option_that_leaves_it_out(tmp_path: P
     assert not checkpoint.load(tmp_path, into, ignore=["model._extra_state"]).values
 
 
+def test_a_tensor_that_was_saved_as_a_value_is_not_called_missing_too(tmp_path: Path):
+    checkpoint.save(tmp_path, {"extra": {"step": 1}})
+    with pytest.raises(MismatchError, match=r"^extra.step: saved as a value, wanted as a tensor"):
+        checkpoint.load(tmp_path, {"extra": {"step": torch.zeros(1)}})
+
+
 @pytest.mark.parametrize("key", ["optimizer", "optimizers[0]"])
 def test_a_parameter_without_hyperparameters_names_the_option_that_keeps_them(tmp_path: Path, key: str):
     model = nn.Linear(2, 2)

@@ -247,6 +247,11 @@ def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, object]):
         Manager(tmp_path / "run", **options)
 
 
+def test_an_unknown_interval_names_both_kinds(tmp_path: Path):
+    with pytest.raises(UsageError, match='interval=.often.: wanted "auto" or a duration'):
+        Manager(tmp_path / "run", interval="often")
+
+
 def test_should_save_wants_an_interval(tmp_path: Path):
     with Manager(tmp_path / "run") as manager, pytest.raises(UsageError, match="interval="):
         manager.should_save(1)

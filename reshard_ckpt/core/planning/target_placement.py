@@ -244,7 +244,7 @@ class _Placer:
         if not -ndim <= ruled.dim < ndim:
             spelled, shape = KINDS[ruled.kind].spell(ruled), self.saved.shapes[name]
             raise UsageError(
-                f"rules: {name}: {ruled.axis}: {spelled}, but its shape is {shape}; put a rule for it before this one"
+                f"rules: {name}: {ruled.axis}: {spelled}, but its shape is {shape}; correct it, or put a rule for {name} first"
             )
         return replace(ruled, dim=ruled.dim % ndim)
 

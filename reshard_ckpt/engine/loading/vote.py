@@ -184,6 +184,9 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]]) -> dict[str, An
         problems[kind] = tuple(dict.fromkeys(tuple(each) for vote in votes for each in vote["problems"].get(kind, ())))
     if problems["values"]:
         problems["values"] = _unless_taken(problems["values"], votes)
+        # A tensor that was saved as a value is not missing: the line about the value says so.
+        of_values = {name for name, *_ in problems["values"]}.intersection(catalog.value_names)
+        problems["missing"] = tuple(each for each in problems["missing"] if each[0] not in of_values)
     named: set[int] = set()
     prefixes: set[str] = set()
     for vote in votes:

@@ -314,7 +314,7 @@ def test_an_option_that_is_neither_true_nor_false_is_refused(option: str, tmp_pa
 @pytest.mark.parametrize("option", ["cast", "allow_resize", "allow_missing", "ignore"])
 def test_patterns_that_are_no_list_of_text_are_refused(option: str, tmp_path: Path):
     checkpoint.save(tmp_path, {"w": torch.ones(3)})
-    for value in (3, None, [1]):
+    for value in (3, None, [1], {"w": "bfloat16"}):
         with pytest.raises(UsageError, match=rf"^{option}={re.escape(repr(value))}: pass a list of patterns"):
             checkpoint.load(tmp_path, {"w": torch.zeros(3)}, **{option: value})
     with pytest.raises(UsageError, match="rename='model': pass a dict"):
