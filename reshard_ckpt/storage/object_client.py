@@ -147,7 +147,7 @@ def explained(what: str, where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
+        if isinstance(error, FileNotFoundError) and not re.search("NoSuchBucket|NoSuchUpload", str(error)):
             raise missing(where) from None
         if type(error).__module__.partition(".")[0] != "obstore" and not isinstance(error, OSError | ValueError):
             raise

@@ -5,7 +5,7 @@ An object store has no folders, no rename and no lock, and a round trip takes 30
 1. *Write*: a file up to one part is one PUT; a larger one is an upload in parts, which exists once its last request succeeded.
 2. *Publish*: one conditional PUT (If-None-Match, If-Match). A PUT whose answer was lost is sent again and then refused, though
    the store holds its bytes. So each PUT carries a random id in the object's metadata, and after any failure the object is asked
-   for its id: only another id is a conflict.
+   for its id: only another id is a conflict. An upload in parts has an id too, as its last request may lose its answer.
 3. *Probe*: some servers ignore conditions, and two jobs would overwrite each other silently. Before the first conditional PUT of
    a process to a bucket, a small object proves that conditions hold; a server that ignores them is refused.
 4. *Leases* take the place of locks: `object_lease`.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -113,7 +113,8 @@ class ObjectStorage(Storage):
 
     def create(self, key: str, size: int | None = None, *, replace: bool = False) -> ObjectWriter:
         self._first.pop(key, None)
-        return ObjectWriter(self._client, self._path(key), self._where(key), max(HINTS.part_bytes, -(-(size or 0) // MAX_PARTS)))
+        path, part_bytes = self._path(key), max(HINTS.part_bytes, -(-(size or 0) // MAX_PARTS))
+        return ObjectWriter(self._client, path, self._where(key), part_bytes, partial(self._has_id, path))
 
     def copy(self, source: Storage, key: str, to: str) -> bool:
         if not isinstance(source, ObjectStorage) or (source._scheme, source._bucket) != (self._scheme, self._bucket):
@@ -278,8 +279,14 @@ class ObjectStorage(Storage):
             return ABSENT, False
         except StorageError:
             _give_up(where, error)
-        ids = {str(name).lower(): value for name, value in found.attributes.items()}
-        return _version_of(found.meta), ids.get(_ID) == sent
+        return _version_of(found.meta), _id_of(found) == sent
+
+    def _has_id(self, path: str, sent: str) -> bool:
+        """Return whether the store has the object, and with this id. False too if it does not answer within `_LAST_LOOK_S`."""
+        with suppress(Exception):
+            client = client_of(self._scheme, self._bucket, _LAST_LOOK_S)
+            return _id_of(obstore().get(client, path, options={"head": True})) == sent
+        return False
 
     def delete(self, keys: Iterable[str]) -> None:
         keys = list(keys)
@@ -308,11 +315,14 @@ class ObjectStorage(Storage):
 
 
 class ObjectWriter(Writer):
-    """Writes a new object. It exists once `finish` returns."""
+    """Writes a new object. It exists once `finish` returns.
 
-    def __init__(self, client: Any, path: str, where: str, part_bytes: int) -> None:
-        self._client, self._path, self._where, self._part_bytes = client, path, where, part_bytes
-        self._part = bytearray()
+    `has_id` tells whether the store has the object with a given id in its metadata.
+    """
+
+    def __init__(self, client: Any, path: str, where: str, part_bytes: int, has_id: Callable[[str], bool]) -> None:
+        self._client, self._path, self._where, self._part_bytes, self._has_id = client, path, where, part_bytes, has_id
+        self._part, self._id = bytearray(), uuid.uuid4().hex
         self._upload: Any = None
 
     def _write(self, view: memoryview) -> None:
@@ -326,9 +336,8 @@ class ObjectWriter(Writer):
     def _send(self) -> None:
         with explained("write", self._where):
             if self._upload is None:
-                self._upload = obstore().open_writer(
-                    self._client, self._path, buffer_size=self._part_bytes, max_concurrency=PARTS_IN_FLIGHT
-                )
+                options = {"buffer_size": self._part_bytes, "max_concurrency": PARTS_IN_FLIGHT, "attributes": {_ID: self._id}}
+                self._upload = obstore().open_writer(self._client, self._path, **options)
             # A part of its own, which nothing changes: the upload reads it after this call.
             part, self._part = bytes(self._part), bytearray()
             self._upload.write(part)
@@ -340,7 +349,12 @@ class ObjectWriter(Writer):
             else:
                 if self._part:
                     self._send()
-                self._upload.close()
+                try:
+                    self._upload.close()
+                except Exception:
+                    # The answer to the last request was lost, and many stores do not know a complete upload when asked again.
+                    if not self._has_id(self._id):
+                        raise
 
     def _abort(self) -> None:
         if self._upload is not None:
@@ -377,6 +391,11 @@ def _give_up(where: str, error: Exception) -> NoReturn:
 def _may_pass(error: Exception) -> bool:
     """Whether the store may still carry out a PUT that failed, or may accept it if it is sent again."""
     return type(error).__name__ == "GenericError" or is_refusal(error)
+
+
+def _id_of(found: Any) -> str | None:
+    """Return the random id in the metadata of an object that was looked at."""
+    return {str(name).lower(): value for name, value in found.attributes.items()}.get(_ID)
 
 
 def _version_of(meta: Any) -> Version:

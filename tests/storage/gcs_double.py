@@ -48,6 +48,7 @@ class GcsDouble:
 
     objects: dict[str, StoredObject] = field(default_factory=dict)
     uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    metadata: dict[str, Mapping[str, str]] = field(default_factory=dict)  # the headers of each upload
     generations: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -96,30 +97,33 @@ class GcsDouble:
         more = names[PAGE:] and f"<NextContinuationToken>{escape(names[PAGE - 1])}</NextContinuationToken>"
         return 200, {}, f"<ListBucketResult>{''.join(rows)}{more or ''}</ListBucketResult>".encode()
 
-    def upload(self, method: str, path: str, query: Mapping[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def upload(
+        self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
         if "uploads" in query:
             name = uuid.uuid4().hex
-            self.uploads[name] = {}
+            self.uploads[name], self.metadata[name] = {}, headers
             result = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
             return 200, {}, result.encode()
         name = query["uploadId"]
+        if name not in self.uploads:
+            return 404, {}, b"<Error><Code>NoSuchUpload</Code></Error>"
         if method == "PUT":
             self.uploads[name][int(query["partNumber"])] = body
             return 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
         parts = self.uploads.pop(name)
         if method == "DELETE":
             return 204, {}, b""
-        _, headers, _ = self.put(path, b"".join(parts[number] for number in sorted(parts)), {})
-        tag = escape(headers["ETag"])
-        result = f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>"
-        return 200, {"x-goog-generation": headers["x-goog-generation"]}, result.encode()
+        _, made, _ = self.put(path, b"".join(parts[number] for number in sorted(parts)), self.metadata[name])
+        result = f"<CompleteMultipartUploadResult><ETag>{escape(made['ETag'])}</ETag></CompleteMultipartUploadResult>"
+        return 200, {"x-goog-generation": made["x-goog-generation"]}, result.encode()
 
     def answer(self, method: str, url: str, headers: Mapping[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
         place = urlsplit(url)
         path = unquote(place.path).lstrip("/")
         query = {name: values[0] for name, values in parse_qs(place.query, keep_blank_values=True).items()}
         if "uploads" in query or "uploadId" in query:
-            return self.upload(method, path, query, body)
+            return self.upload(method, path, query, headers, body)
         if method == "PUT":
             return self.put(path, body, headers)
         if method == "DELETE":

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import ABSENT, PublishConflict, Storage, open_storage
 from reshard_ckpt.storage.object_client import client_of
 from tests.storage.contract import StorageContract
@@ -41,6 +42,35 @@ def test_large_files_go_in_parts(storage: Storage, server: tuple[GcsDouble, Faul
         writer.write(memoryview(data))
     assert storage.read("f", 1 << 30) == data.tobytes()
     assert not server[0].uploads
+
+
+LARGE = bytes(17 << 20)
+
+
+@pytest.mark.parametrize("fate", ["drop", "500", "cut"])
+def test_a_large_file_whose_last_answer_is_lost_is_there(
+    storage: Storage, server: tuple[GcsDouble, FaultProxy], fate: str
+) -> None:
+    with storage.create("f") as writer:
+        writer.write(LARGE)
+        server[1].once(fate, "POST", "uploadId")
+    assert storage.size("f") == len(LARGE)
+
+
+def test_an_upload_that_somebody_aborts_says_so(storage: Storage, server: tuple[GcsDouble, FaultProxy]) -> None:
+    with storage.create("f") as other:
+        other.write(LARGE)
+    writer = storage.create("f", replace=True)
+    writer.write(LARGE)
+
+    def abort(method: str, path: str) -> str:
+        if method == "POST" and "uploadId" in path:
+            server[0].uploads.clear()
+        return ""
+
+    server[1].fault = abort
+    with pytest.raises(StorageError, match="/f: cannot write: 404 Not Found NoSuchUpload; look at the store and the network"):
+        writer.finish()
 
 
 @pytest.mark.parametrize("fate", ["drop", "500"])

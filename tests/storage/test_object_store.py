@@ -91,6 +91,15 @@ def test_a_large_file_is_sent_in_parts_whose_bytes_are_its_own(storage: Storage,
     assert storage.read("f", 1 << 30) == wanted
 
 
+def test_a_large_file_whose_last_answer_is_cut_is_there(storage: Storage, monkeypatch: pytest.MonkeyPatch, proxy: FaultProxy):
+    monkeypatch.setattr(object_store, "HINTS", object_store.Hints(part_bytes=5 << 20))
+    put(storage, "f", b"older")
+    with storage.create("f", replace=True) as writer:
+        writer.write(bytes(11 << 20))
+        proxy.once("cut", "POST", "uploadId")
+    assert storage.size("f") == 11 << 20
+
+
 def test_parts_grow_with_the_file_so_that_they_are_not_too_many(storage: Storage):
     writer = storage.create("f", 1 << 40)
     assert isinstance(writer, object_store.ObjectWriter)
