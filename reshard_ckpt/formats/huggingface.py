@@ -32,6 +32,9 @@ MAX_SIDE_BYTES = 256 << 20
 _STEP_BYTES = 8 << 20
 """The number of bytes to copy at once of a file beside a model."""
 
+POINTER = b"version https://"
+"""The first bytes of the text that git leaves in place of a large file where Git LFS is missing."""
+
 _SHARD = re.compile(r"shard-[0-9]{5,9}-.*")
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>[0-9]{1,9})-of-(?P<parts>[0-9]{1,9})")
 
@@ -78,8 +81,14 @@ def is_shard(key: str) -> bool:
 
 
 def top_level(storage: Storage) -> list[str]:
-    """List the files directly in a folder."""
-    return [key for key, _ in storage.list() if "/" not in key]
+    """List the files directly in a folder, without hidden ones: macOS leaves ``._model.safetensors`` beside each file."""
+    return [key for key, _ in storage.list() if "/" not in key and not key.startswith(".")]
+
+
+def refuse_pointer(head: bytes | memoryview, where: str) -> None:
+    """Refuse a pointer of Git LFS; `head` has the first bytes of the file, as many as `POINTER` or more."""
+    if head[: len(POINTER)] == POINTER:
+        raise CorruptError(f"{where}: is a pointer of Git LFS, not the file itself; git lfs pull fetches it")
 
 
 def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:

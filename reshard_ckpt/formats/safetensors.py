@@ -34,7 +34,7 @@ from ..format.shard_file import METADATA, Header, Member, header, header_cost, h
 from ..storage import Storage
 from ..storage.protocol import read_range
 from .catalog_builder import CatalogBuilder
-from .huggingface import WeightFiles, is_shard, weight_files
+from .huggingface import POINTER, WeightFiles, is_shard, refuse_pointer, weight_files
 from .parts import Part, are_alike
 from .shared_files import NewFile, NewPart, write_files
 from .source import BytesOf, Format, Source
@@ -149,7 +149,8 @@ def read_header(storage: Storage, key: str) -> tuple[int, Header]:
     size = storage.size(key)
     if size is None:
         raise CorruptError(f"{where}: is missing, though the index names it; copy it, or use another checkpoint")
-    first = read_range(storage, key, 0, min(size, 8))
+    first = read_range(storage, key, 0, min(size, len(POINTER)))
+    refuse_pointer(first, where)
     end = header_num_bytes(first, name=where)
     if end > size:
         raise CorruptError(f"{where}: ends after {size} bytes, within its header of {end}; use another copy of it")

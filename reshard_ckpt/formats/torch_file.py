@@ -31,7 +31,7 @@ from ..storage.protocol import read_parts, read_range
 from ..torchfile.mapped import MappedFile, load_archive
 from ..torchfile.zip_records import HEAD_BYTES, ZIP_MAGIC, refuse_legacy
 from .catalog_builder import CatalogBuilder
-from .huggingface import WeightFiles, weight_files
+from .huggingface import WeightFiles, refuse_pointer, weight_files
 from .loaded_state import serve_state
 from .source import Format, Source
 
@@ -54,12 +54,13 @@ def open_torch(storage: Storage, key: str | None) -> Source | None:
 
 
 def _is_torch_file(storage: Storage, key: str) -> bool:
-    """Return whether a file begins like the zips of torch; refuse a missing file, and one of torch's old format."""
+    """Return whether a file begins like the zips of torch; refuse a missing file, one of torch's old format, and a pointer."""
     size = storage.size(key)
     if size is None:
         raise CorruptError(f"{storage.url}: {key} is missing, though the index names it; copy it, or use another checkpoint")
     head = bytes(read_range(storage, key, 0, min(size, HEAD_BYTES)))
     refuse_legacy(head, f"{storage.url}: {key}")
+    refuse_pointer(head, f"{storage.url}: {key}")
     return head.startswith(ZIP_MAGIC)
 
 

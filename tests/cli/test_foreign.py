@@ -52,6 +52,9 @@ def test_foreign_file_is_inspected_drawn_and_equal_to_the_same_saved_here(foreig
         assert run("plot", foreign, *arguments).code == 0
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 440449768\n"
+
+
 @pytest.mark.parametrize(
     "command", [["inspect"], ["verify"], ["diff"], ["reshard", "--mesh", "tp=2"], ["convert"], ["plot", "-o", "x.html"]]
 )
@@ -61,9 +64,19 @@ def test_foreign_file_is_inspected_drawn_and_equal_to_the_same_saved_here(foreig
         ("notes.txt", b"hello", "notes.txt: no committed checkpoint: a file of no format that is known; check the path"),
         ("catalog.msgpack", b"hello", "a file of no format that is known; pass the folder that it is in"),
         ("none", None, "nothing is there; check the path"),
-        ("folder/README", b"hello", "1 files (README), but no catalog.msgpack"),
+        ("folder/README", b"hello", "1 file (README), but no catalog.msgpack"),
         ("folder/__0_0.distcp", b"hello", "but no .metadata, which torch.distributed.checkpoint writes last"),
         ("half.pt", b"PK\x03\x04half", "is not a whole zip, as torch.save writes it"),
+        (
+            "folder/model.safetensors",
+            POINTER,
+            "model.safetensors: is a pointer of Git LFS, not the file itself; git lfs pull fetches it",
+        ),
+        (
+            "folder/pytorch_model.bin",
+            POINTER,
+            "pytorch_model.bin: is a pointer of Git LFS, not the file itself; git lfs pull fetches it",
+        ),
         ("half.safetensors", b"\xff\0\0\0\0\0\0\0{", "half.safetensors: ends after 9 bytes, within its header"),
     ],
 )

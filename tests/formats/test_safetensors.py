@@ -264,6 +264,22 @@ def test_an_index_counts_and_what_it_does_not_name_does_not():
     assert checkpoint.read(in_memory(files))["model.w"].tolist() == [1, 1]
 
 
+def test_hidden_files_do_not_count():
+    """As macOS leaves them on the disks of others."""
+    files = {
+        "model.safetensors": plain_file({"w": torch.ones(2)}),
+        "._model.safetensors": b"\0\5\x16\7" + bytes(200),
+        "._model.safetensors.index.json": b"\0\5\x16\7" + bytes(200),
+    }
+    assert checkpoint.read(in_memory(files))["model.w"].tolist() == [1, 1]
+
+
+def test_a_load_from_a_file_without_tensors_says_that_nothing_is_there():
+    path = in_memory({"model.safetensors": plain_file({})})
+    with pytest.raises(MismatchError, match=r"nothing under 'model', and nothing else; load with allow_missing="):
+        checkpoint.load(path, {"model": {"w": torch.zeros(2)}})
+
+
 def test_a_part_that_is_missing_is_named_without_an_index_too():
     path = in_memory({"model-00002-of-00003.safetensors": plain_file({"w": torch.ones(2)})})
     with pytest.raises(CorruptError, match="neither model-00001-of-00003.safetensors nor an index"):
