@@ -271,7 +271,8 @@ class Restoring:
 
     def _newest_except(self, passed: Mapping[int, str]) -> int:
         """Return the newest step in the store that is not in `passed`, as rank 0 sees it; −1 if there is none. Collective."""
-        with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
+        subject = f"{self._root} without steps {sorted(passed)}" if passed else self._root
+        with open_session("load_latest", subject, **self._session) as comm:
             newest: int = value_of_first(comm, lambda: self._stored.newest_except(passed))
         return newest
 

@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 
 from ...core.catalog.model import Catalog, FileEntry
-from ...core.report import few
+from ...core.report import few, plural
 from ...errors import CheckpointNotFound, CorruptError, StorageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.files import CATALOG_KEY, SAVE_ID, Digests, decode_digests, digest128, digests_file_bytes
@@ -135,7 +135,7 @@ def _what_is_there(storage: Storage) -> str:
         return "it was removed, and its files stay for a while for those who read them; load another one"
     if any(SAVE_ID.fullmatch(key.split("/", 1)[0]) for key in keys):
         return f"a save began there, but never committed ({CATALOG_KEY} is missing); load another one"
-    return f"{len(keys)} files ({few(keys, 3)}), but no {CATALOG_KEY}; check the path"
+    return f"{plural(len(keys), 'file')} ({few(keys, 3)}), but no {CATALOG_KEY}; check the path"
 
 
 def _steps_beside(storage: Storage) -> str:

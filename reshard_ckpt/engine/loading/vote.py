@@ -172,7 +172,8 @@ def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
     if not absent:
         return []
     under, keys = few([repr(name) for name in absent]), few([repr(name) for name in saved])
-    return [f"the checkpoint has nothing under {under}, and its top-level keys are {keys}, which rename= can map"]
+    others = f"its top-level keys are {keys}, which rename= can map" if saved else "nothing else"
+    return [f"the checkpoint has nothing under {under}, and {others}"]
 
 
 def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -224,7 +224,7 @@ def test_several_parts_of_a_tensor_in_one_safetensors_file_are_refused(tmp_path)
 
 def test_a_folder_of_something_else(tmp_path):
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(CheckpointNotFound, match=r"1 files \(notes\.txt\)") as said:
+    with pytest.raises(CheckpointNotFound, match=r"1 file \(notes\.txt\)") as said:
         checkpoint.read(tmp_path)
     assert any("torch.distributed.checkpoint" in line for line in said.value.looked_for)
 
