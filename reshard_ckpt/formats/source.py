@@ -274,13 +274,15 @@ class _StorageOf(FollowedStorage):
 
 
 @contextmanager
-def open_source(path: Path, formats: Formats = known_formats) -> Iterator[Source]:
+def open_source(path: Path, formats: Formats = known_formats, *, timeout_s: float = MOMENTS_S) -> Iterator[Source]:
     """Open the checkpoint at a path for a ``with`` block that reads it, in one process.
 
     Parameters
     ----------
     formats
         The foreign formats to try if the path holds no checkpoint of this library.
+    timeout_s
+        Seconds for which requests to an object store are repeated, at most `MOMENTS_S`.
 
     Raises
     ------
@@ -290,7 +292,7 @@ def open_source(path: Path, formats: Formats = known_formats) -> Iterator[Source
         The checkpoint is damaged.
     """
     with ExitStack() as stack:
-        yield _open(path, stack, formats, MOMENTS_S).value
+        yield _open(path, stack, formats, timeout_s).value
 
 
 @contextmanager

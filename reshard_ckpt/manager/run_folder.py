@@ -19,7 +19,7 @@ from ..format.catalog import HEAD_BYTES
 from ..format.files import RUN_LOCK_KEY
 from ..formats.source import Path, locate, open_source
 from ..memory.options import Memory
-from ..storage import Lock, LocksUnsupported, Storage, holder_text, is_object_path, open_storage, unlinked_path
+from ..storage import Lock, LocksUnsupported, Storage, holder_text, is_object_path, open_below, unlinked_path
 
 
 class StepInfo(NamedTuple):
@@ -52,10 +52,10 @@ class StepInfo(NamedTuple):
         return frozenset(key for key in self.needed if not key.startswith(f"{self.folder}/"))
 
 
-def read_step_info(path: str, folder: str) -> StepInfo:
-    """Read the `StepInfo` of a step from the catalog at `path`; without a readable catalog, it has only the folder."""
+def read_step_info(root: Storage, folder: str) -> StepInfo:
+    """Read the `StepInfo` of a step from the catalog in its folder; without a readable catalog, it has only the folder."""
     try:
-        with open_storage(path) as storage:
+        with open_below(root, folder) as storage:
             opened = identified_catalog(storage)
     except (CheckpointNotFound, CorruptError):
         return StepInfo(folder)
@@ -71,10 +71,13 @@ def read_step_info(path: str, folder: str) -> StepInfo:
     )
 
 
-def is_foreign(path: str) -> bool:
-    """Return whether a folder, which has no catalog of this library, holds a checkpoint of another one, whole or damaged."""
+def is_foreign(path: str, timeout_s: float) -> bool:
+    """Return whether a folder, which has no catalog of this library, holds a checkpoint of another one, whole or damaged.
+
+    Requests to an object store are repeated for `timeout_s` seconds.
+    """
     try:
-        with open_source(path):
+        with open_source(path, timeout_s=timeout_s):
             return True
     except CheckpointNotFound:
         return False

@@ -58,7 +58,7 @@ class RunSteps:
         if step in in_memory:
             return in_memory[step]
         try:
-            with open_source(self.path(step)) as source:
+            with open_source(self.path(step), timeout_s=self._stored.timeout_s) as source:
                 return source.catalog
         except CheckpointNotFound:
             return None

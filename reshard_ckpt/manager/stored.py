@@ -27,7 +27,7 @@ from ..engine.common.step_folders import (
 from ..errors import CorruptError, StorageError, UsageError
 from ..format.catalog import HEAD_BYTES
 from ..format.files import CATALOG_KEY, EXPORT, SAVE_ID
-from ..storage import Lock, Storage, open_storage
+from ..storage import Lock, Storage, open_below
 from ..storage.protocol import PROBE, begin, map_at_once
 from .retention import Retention
 from .run_folder import StepInfo, is_foreign, read_step_info
@@ -108,6 +108,11 @@ class StoredSteps:
         """The URL of the run's root, for messages."""
         return self._storage.url
 
+    @property
+    def timeout_s(self) -> float:
+        """The seconds for which requests to an object store are repeated."""
+        return self._storage.hints.retry_s
+
     def path(self, step: int) -> str:
         """Return the path of the checkpoint of a step; for a step that has none, the path of a new one."""
         return self._path(self._names.folder(self._storage, step))
@@ -126,7 +131,7 @@ class StoredSteps:
     def folders(self) -> dict[int, str]:
         """Map each committed step, in order, to the name of its folder; folders of other libraries' checkpoints included."""
         committed, begun = find_steps(self._storage, self._names)
-        self._foreign = {s for s, folder in begun.items() if s in self._foreign or is_foreign(self._path(folder))}
+        self._foreign = {s for s, folder in begun.items() if s in self._foreign or is_foreign(self._path(folder), self.timeout_s)}
         return dict(sorted({**committed, **{s: folder for s, folder in begun.items() if s in self._foreign}}.items()))
 
     def counted(self) -> list[int]:
@@ -350,7 +355,7 @@ class StoredSteps:
         if step not in self._infos:
             folder = self._names.folder(self._storage, step)
             foreign = step in self._foreign
-            self._infos[step] = StepInfo(folder, save_id=folder) if foreign else read_step_info(self._path(folder), folder)
+            self._infos[step] = StepInfo(folder, save_id=folder) if foreign else read_step_info(self._storage, folder)
         return self._infos[step]
 
     def remove_leftovers(self) -> None:
@@ -362,7 +367,7 @@ class StoredSteps:
         inner = map_at_once(self._storage, self._storage.folders, committed.values())
         stale = [folder for folder, folders in zip(committed.values(), inner, strict=True) if len({*folders} - {EXPORT}) > 1]
         for folder in stale:
-            with alone_with(self._storage, folder) as alone, open_storage(self._path(folder)) as storage, suppress(CorruptError):
+            with alone_with(self._storage, folder) as alone, open_below(self._storage, folder) as storage, suppress(CorruptError):
                 if alone:  # not alone: a reader or `compact` is there
                     clean_up(storage, open_catalog(storage), storage.folders(), self._grace_s)
         needed = self._needed(committed) if begun else frozenset()

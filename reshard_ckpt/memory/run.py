@@ -25,7 +25,7 @@ from ..engine.common.step_folders import StepNames, find_steps
 from ..engine.saving.handle import RunningSave, SaveHandle
 from ..engine.saving.options import SaveJob, SaveOptions
 from ..errors import StorageError, UsageError
-from ..storage import Storage, open_storage
+from ..storage import Storage, open_below, open_storage
 from .background import Persisting, PersistRule
 from .generations import Generation, NodeImages, drop_generations, find_generations
 from .lineage_copy import drop_copy, keep_copy, read_copy
@@ -303,7 +303,7 @@ class MemoryRun:
             )
 
     def _stored_id(self, step: int) -> str:
-        with open_storage(self._path(step)) as storage:
+        with open_storage(self._path(step), timeout_s=self._timeout_s) as storage:
             return stored_save_id(storage)
 
     def load(self, found: Restorable, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any]) -> tuple[LoadReport, str]:
@@ -410,7 +410,7 @@ class MemoryRun:
     def _newest_stored(self) -> int:
         """Return the newest step in the store that counts in the run's lineage; 0 if there is none."""
         for step, folder in reversed(find_steps(self._storage, self._names)[0].items()):
-            with open_storage(f"{self._root.rstrip('/')}/{folder}") as storage:
+            with open_below(self._storage, folder) as storage:
                 if not self._lineage.is_superseded(stored_save_id(storage)):
                     return step
         return 0

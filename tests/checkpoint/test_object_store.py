@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -695,6 +696,28 @@ def test_foreign_files_that_are_replaced_while_they_are_read_are_named(
             with pytest.raises(StorageError, match="safetensors was changed while it was read"):
                 call()
     assert not (tmp_path / "dst").exists()
+
+
+def test_each_store_that_a_manager_opens_waits_for_its_timeout(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one save waits for minutes after its time, and the other ranks blame rank 0."""
+    waits: dict[float, str] = {}
+    opened = ObjectStorage.__init__
+
+    def note(self: ObjectStorage, scheme: str, bucket: str, prefix: str, *, timeout_s: float) -> None:
+        waits[timeout_s] = "".join(traceback.format_stack(limit=6))
+        opened(self, scheme, bucket, prefix, timeout_s=timeout_s)
+
+    monkeypatch.setattr(ObjectStorage, "__init__", note)
+    for step in (3, 5):
+        with checkpoint.Manager(f"{url}/run", keep_last=1, grace=0, incremental=True, timeout_s=77) as manager:
+            manager.load_latest(state(0))
+            for more in range(2):
+                manager.save(step + more, state(step))
+                manager.catalog(step + more)
+        with open_storage(f"{url}/run", timeout_s=77) as storage:
+            storage.publish(f"step_{step + 1}/20200101T000000Z-01234567/rank00000-0.safetensors", b"killed")
+            storage.publish("step_1/model.safetensors", save({"w": torch.ones(2)}))  # of another library
+    assert waits.keys() == {77}, waits
 
 
 def test_round_trips_of_opening_many_files_are_few(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
