@@ -359,8 +359,9 @@ class StoreComm:
 
     def undo(self) -> None:
         """Call the function registered by `undo_unless_gathered` if its gather, or an earlier step, was refused on all ranks."""
-        if self._refusal is not None and self._undo is not None and self._step <= self._undo[0]:
-            self._undo[1]()
+        undo, self._undo = self._undo, None  # it may refer to this, and to all tensors of a save
+        if self._refusal is not None and undo is not None and self._step <= undo[0]:
+            undo[1]()
 
     # --- one step ---
 

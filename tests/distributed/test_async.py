@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +49,28 @@ def test_saves_beside_the_collectives_of_training_hold_the_state_of_the_call(tmp
         handle.result(600)
         saved = checkpoint.read(path, ["model"])
         assert all(torch.equal(saved[f"model.{name}"], tensor) for name, tensor in before.items()), path
+
+
+@on_ranks(2)
+def test_a_save_lets_the_memory_of_the_state_go_at_its_end(tmp_path: Path) -> None:
+    def saved(staging: str | None) -> weakref.ref[np.ndarray]:
+        array = np.zeros(8, np.float32)
+        state = {"t": {f"w{dist.get_rank()}": torch.from_numpy(array)}}
+        if staging is None:
+            checkpoint.save(tmp_path, state)
+        else:
+            handle = checkpoint.async_save(tmp_path, state, staging=staging)
+            handle.result(600)
+            for thread in handle.running.threads:
+                thread.join()
+        return weakref.ref(array)
+
+    gc.disable()  # not only when cycles are collected: it may be most of a device's memory
+    try:
+        alive = [staging for staging in (None, "eager", "lazy") if saved(staging)() is not None]
+    finally:
+        gc.enable()
+    assert not alive
 
 
 @on_ranks(4)
