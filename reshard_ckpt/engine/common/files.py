@@ -154,10 +154,10 @@ def open_catalog(storage: Storage) -> Catalog:
 
 
 def identified_catalog(storage: Storage, found: Found | None = None) -> Identified[Catalog]:
-    """Decode and check the catalog: the bytes in `found` if given, else read from the store. Its identity is their digest."""
+    """Decode the catalog in `found`, which its lender has checked, or read and check the store's; identify it by its digest."""
     data = read_catalog_bytes(storage) if found is None else found.data
     try:
-        return Identified(decode_catalog(data), digest128(data), Found(storage.url, data))
+        return Identified(decode_catalog(data, is_checked=found is not None), digest128(data), Found(storage.url, data))
     except CorruptError as error:
         raise CorruptError(f"{storage.url}: {error}") from error
 
