@@ -345,7 +345,7 @@ class StoreComm:
         if not self._may_look():
             return False
         absent = self._refused().absent
-        return self._store.add("left", 0) % TOLD + len(self._ended() - {*absent}) >= num_others
+        return self._store.add("left", 0) + len(self._ended() - {*absent}) >= num_others
 
     def give_up_unmet(self, call: bytes, reason: PeerError) -> None:
         """Refuse a session that this rank did not reach, often because the store did not exist in time; tell the others why."""
