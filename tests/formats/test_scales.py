@@ -175,6 +175,24 @@ def test_each_kind_of_scale_is_applied_in_a_load(name: str, tmp_path: Path):
         part = LocalShard(torch.zeros(lengths, dtype=dtype), case.shape, low)
         checkpoint.load(tmp_path, {"model": {"w": {"weight": part}}}, cast=True, ignore=["model.norm"])
         assert torch.equal(part.tensor, truth[tuple(slice(a, a + n) for a, n in zip(low, lengths, strict=True))].to(dtype))
+        larger, wanted = (torch.full([n + 90 for n in case.shape], 7, dtype=dtype) for _ in range(2))
+        wanted[tuple(map(slice, case.shape))] = truth.to(dtype)
+        checkpoint.load(tmp_path, {"model": {"w": {"weight": larger}}}, cast=True, allow_resize=True, ignore=["model.norm"])
+        assert torch.equal(larger, wanted), "what the checkpoint lacks was multiplied too"
+
+
+def test_tied_weights_of_which_one_has_a_scale_are_refused(tmp_path: Path):
+    """Their memory would be multiplied by each scale in turn, or all of it by the scale of one."""
+    weight, scale, tied = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.full((4, 1), 2.0), torch.zeros(4, 4)
+    for other in ({"b.weight": weight, "b.weight_scale": scale}, {"b.weight": weight.bfloat16()}):
+        for a, b in ("ab", "ba"):
+            write(tmp_path, {"a.weight": weight, "a.weight_scale": scale} | other, compressed())
+            with pytest.raises(MismatchError, match=f"{b}.weight: tied to model.{a}.weight.*a scale") as raised:
+                checkpoint.load(tmp_path, {"model": {a: {"weight": tied}, b: {"weight": tied}}}, cast=True)
+            assert not tied.any()
+            assert "ignore=" in str(raised.value)
+    checkpoint.load(tmp_path, {"model": {"a": {"weight": tied}, "b": {"weight": tied}}}, cast=True, ignore=["model.b*"])
+    assert (tied == 2).all()
 
 
 @pytest.mark.parametrize("name", CASES)

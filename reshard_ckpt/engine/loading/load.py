@@ -214,7 +214,8 @@ def verify_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[T
     MismatchError
         Targets on some rank would get different bytes. It is raised on all ranks; no target has changed.
     """
-    refuse_conflicts(merge_of_all(comm, conflicts(storage, catalog, ties, verify=options.verify), union))
+    lines = conflicts(storage, catalog, ties, verify=options.verify, quantized=options.quantized)
+    refuse_conflicts(merge_of_all(comm, lines, union))
 
 
 def refuse_conflicts(lines: Sequence[str]) -> None:

@@ -98,8 +98,17 @@ def parts_of_load(catalog: Catalog, resolved: Resolved, quantized: Quantized) ->
     for spec, target, index in zip(resolved.specs, resolved.targets, resolved.source.tolist(), strict=True):
         scale = quantized.scale(catalog, index) if target.dtype != target.tensor.dtype else None
         if scale is not None:
-            found.append(Part(target, tuple(box for piece in spec.pieces for box in piece.boxes()), scale))
+            boxes = [box for piece in spec.pieces for box in piece.boxes()]
+            found.append(Part(target, tuple(_saved_boxes(boxes, catalog.shape(index))), scale))
     return found
+
+
+def _saved_boxes(boxes: Iterable[Piece], shape: Ints) -> Iterator[Piece]:
+    """Yield the parts of some boxes that lie in a tensor of this shape. With ``allow_resize``, boxes may reach beyond it."""
+    for box in boxes:
+        lengths = tuple(min(length, end - low) for low, length, end in zip(box.offsets, box.lengths, shape, strict=True))
+        if min(lengths, default=1) > 0:
+            yield box.inner((0,) * len(lengths), lengths)
 
 
 class Dequantizer(NamedTuple):

@@ -9,8 +9,9 @@ Two targets that overlap would both be written, and the last one would win.
    group is dropped.
 2. `conflicts` goes through these addresses in steps of `TIE_BYTES`. For each target it reads the bytes that a load would put at
    these addresses into a buffer, and compares them with the bytes that earlier targets would put there.
+3. A target that a scale multiplies after the read may share no byte: shared memory would be multiplied once for each name.
 
-So every overlap is checked, for any shapes, strides and dtypes of the targets. This takes four host buffers of `TIE_BYTES`.
+So every overlap is checked, for any shapes, strides and dtypes of the targets. This takes five host buffers of `TIE_BYTES`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ...core.catalog.specs import Piece, PieceColumns, TensorSpec, piece_columns
 from ...core.geometry.columns import group_bounds, is_new, running_max
 from ...core.geometry.runs import I64, decompose
 from ...core.planning.load_plan import LoadPlan, plan_load
+from ...core.planning.scales import Quantized
 from ...storage.protocol import Storage
 from ..common.files import FileDigests
 from ..common.tensor_bytes import region
@@ -79,7 +81,9 @@ def shared_memory(tensors: Sequence[torch.Tensor], pieces: PieceColumns) -> list
     return find_shared(pieces, device, address, each)
 
 
-def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify: bool) -> list[str]:
+def conflicts(
+    storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify: bool, quantized: Quantized | None = None
+) -> list[str]:
     """Return one line of text for each tie that a load must refuse. No target changes.
 
     Its targets would get different bytes from the checkpoint, or one of them is not aligned for its dtype.
@@ -89,15 +93,15 @@ def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify
     CorruptError
         A file or a block is damaged.
     """
-    checker = _TieChecker(storage, catalog, verify)
+    checker = _TieChecker(storage, catalog, verify, quantized)
     return list(dict.fromkeys(line for tie in ties if (line := checker.conflict(tie)) is not None))
 
 
 class _TieChecker:
     """Compares the bytes that the targets of ties would get from one checkpoint. It reads the digests of each file once."""
 
-    def __init__(self, storage: Storage, catalog: Catalog, verify: bool) -> None:
-        self._storage, self._catalog = storage, catalog
+    def __init__(self, storage: Storage, catalog: Catalog, verify: bool, quantized: Quantized | None) -> None:
+        self._storage, self._catalog, self._quantized = storage, catalog, quantized
         self._digests = FileDigests(storage, catalog, verify=verify)
 
     def conflict(self, tie: Tie) -> str | None:
@@ -113,21 +117,27 @@ class _TieChecker:
         """Return a message if two targets of a tie would get different bytes at addresses ``[low, low + size)``; else None."""
         size = -(-size // _UNIT) * _UNIT
         # image: bytes that the targets so far would get. covered: 0xFF for each byte that some target so far would get, else 0.
-        # fresh: bytes that this target would get.
-        image, covered, fresh = (torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(3))
+        # fresh: bytes that this target would get. scaled: 0xFF for each byte that a scale would multiply.
+        image, covered, fresh, scaled = (torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(4))
         before: list[tuple[TiedTarget, LoadPlan]] = []
         for member in tie.members:
             plan = self._read(member, low, fresh)
             written = _written_mask(member, plan, size)
-            # wrong[i]: an earlier target and this one would both get byte i, and differ
-            wrong = (covered & written & (image ^ fresh)) != 0
+            if self._is_scaled(member):
+                scaled |= written
+            # wrong[i]: an earlier target and this one would both get byte i, and differ, or a scale would multiply it
+            wrong = (covered & written & (image ^ fresh | scaled)) != 0
             if wrong.any():
                 first = next(other for other, done in before if (wrong & (_written_mask(other, done, size) != 0)).any())
-                return _line(first, member)
+                return _line(first, member, is_scaled=bool((wrong & (scaled != 0)).any()))
             torch.where(written != 0, fresh, image, out=image)
             covered |= written
             before.append((member, plan))
         return None
+
+    def _is_scaled(self, member: TiedTarget) -> bool:
+        is_cast = member.target.dtype != member.target.tensor.dtype
+        return is_cast and self._quantized is not None and self._quantized.scale(self._catalog, member.source) is not None
 
     def _read(self, member: TiedTarget, low: int, out: torch.Tensor) -> LoadPlan:
         """Read into `out` the bytes that a load would put at a target's addresses from `low` on; return the load plan for it.
@@ -144,9 +154,10 @@ class _TieChecker:
         return plan
 
 
-def _line(first: TiedTarget, second: TiedTarget) -> str:
+def _line(first: TiedTarget, second: TiedTarget, *, is_scaled: bool) -> str:
     how = "tied to" if second.spec.alias_of == first.spec.name else "shares memory with"
-    return f"{second.spec.name}: {how} {first.spec.name} in the state passed, but the checkpoint holds different values for them"
+    why = "has a scale under one of their names; ignore= the other" if is_scaled else "holds different values for them"
+    return f"{second.spec.name}: {how} {first.spec.name} in the state passed, but the checkpoint {why}"
 
 
 def _written_mask(member: TiedTarget, plan: LoadPlan, size: int) -> torch.Tensor:
