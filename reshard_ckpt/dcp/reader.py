@@ -18,10 +18,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ..checkpoint.casting import dequantizer_of
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import TensorSpec, box_piece
 from ..core.report import summarize
 from ..engine.loading.load import LoadOptions, fetch, refuse_conflicts, resolve
+from ..engine.loading.scales import multiply, parts_of_load
 from ..engine.loading.ties import conflicts
 from ..errors import MismatchError
 from ..format.columns import dtype_code
@@ -107,14 +109,17 @@ class ReshardReader(StorageFolder, StorageReader):
         storage, saved = self._source.storage, self._source.catalog
         targets = [planner.resolve_tensor(item).detach() for item in items]
         wanted = [(_target_spec(saved, item, target), target) for item, target in zip(items, targets, strict=True)]
-        # cast: DCP converts to the dtype of the tensor that it loads into.
-        options = LoadOptions(verify=self._verify, cast=True)
+        # cast: DCP converts to the dtype of the tensor that it loads into. A quantized weight without its scale would be wrong.
+        dequantizer = dequantizer_of(self._source, verify=self._verify)
+        options = LoadOptions(verify=self._verify, cast=True, quantized=dequantizer.quantized)
         resolved = resolve(saved, wanted, options, window_bytes=storage.hints.read_bytes)
         problems = [line for lines in resolved.problems.values() for line in lines]
         if problems:
             raise MismatchError(summarize(problems, "load what the checkpoint holds"), problems)
-        refuse_conflicts(conflicts(storage, saved, resolved.ties, verify=options.verify))
+        refuse_conflicts(conflicts(storage, saved, resolved.ties, verify=options.verify, quantized=options.quantized))
+        scaled = dequantizer.read(parts_of_load(saved, resolved, dequantizer.quantized))
         fetch(storage, saved, resolved, options)
+        multiply(scaled)
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
 

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
+from reshard_ckpt.dcp import ReshardReader
 from reshard_ckpt.errors import CorruptError, MismatchError, UnsupportedError, UsageError
 
 SHAPE = (300, 260)
@@ -167,6 +168,9 @@ def test_each_kind_of_scale_is_applied_in_a_load(name: str, tmp_path: Path):
         whole = torch.zeros(case.shape, dtype=dtype)
         checkpoint.load(tmp_path, {"model": {"w": {"weight": whole}}}, cast=True, ignore=["model.norm"])
         assert torch.equal(whole, truth.to(dtype))
+        by_dcp = {"model.w.weight": torch.zeros(case.shape, dtype=dtype)}
+        dcp.load(by_dcp, storage_reader=ReshardReader(tmp_path))
+        assert torch.equal(by_dcp["model.w.weight"], truth.to(dtype))
         count = truth.numel() // 3
         flat = FlatShard(torch.zeros(count, dtype=dtype), case.shape, count + 5)
         checkpoint.load(tmp_path, {"model": {"w": {"weight": flat}}}, cast=True, ignore=["model.norm"])
