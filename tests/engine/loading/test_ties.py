@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint, dcp
-from reshard_ckpt.core.catalog.specs import TensorSpec, box_piece, piece_columns
+from reshard_ckpt.core.catalog.specs import Piece, TensorSpec, piece_columns
 from reshard_ckpt.engine.loading.ties import find_shared
 from reshard_ckpt.errors import CorruptError, MismatchError
 from tests.helpers import position_values
@@ -228,18 +228,21 @@ def places(shape: tuple[int, ...], strides: tuple[int, ...], first: int) -> list
     return (first + (inner * np.array(strides, np.int64).reshape(-1, 1)).sum(axis=0)).tolist()
 
 
-@given(some_views())
-def test_whatever_shares_an_element_is_found(found: list[tuple[tuple[int, ...], tuple[int, ...], int]]):
-    specs = [
-        TensorSpec(str(i), "F32", shape, (box_piece((0,) * len(shape), shape, 0, strides),))
-        for i, (shape, strides, _) in enumerate(found)
-    ]
-    held = [set(places(*view)) for view in found]
-    address = np.array([first * 4 for *_, first in found])
-    groups = find_shared(piece_columns(specs), np.zeros(len(found), np.int64), address, np.full(len(found), 4))
+@given(some_views(), st.data())
+def test_whatever_shares_an_element_is_found(found: list[tuple[tuple[int, ...], tuple[int, ...], int]], data: st.DataObject):
+    """Of each view, some consecutive elements are wanted, as a flat shard wants them: a piece that is cut into several boxes."""
+    specs, held = [], []
+    for i, (shape, strides, first) in enumerate(found):
+        start = data.draw(st.integers(0, prod(shape) - 1))
+        count = data.draw(st.integers(1, prod(shape) - start))
+        specs.append(TensorSpec(str(i), "F32", shape, (Piece((0,) * len(shape), shape, start, count, first, strides),)))
+        held.append({*places(shape, strides, first)[start : start + count]})
+    size = data.draw(st.sampled_from([1, 4]))
+    device, address, each = (np.full(len(found), number) for number in (0, 0, size))
+    groups = find_shared(piece_columns(specs), device, address, each)
     for a, b in combinations(range(len(found)), 2):
         for place in held[a] & held[b]:
-            assert any({a, b} <= set(g.targets) and g.low <= place * 4 < g.high for g in groups)
+            assert any({a, b} <= set(g.targets) and g.low <= place * size < g.high for g in groups)
 
 
 @given(some_views(), st.data())
