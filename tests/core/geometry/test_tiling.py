@@ -7,6 +7,7 @@ from math import prod
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,14 +102,13 @@ def test_of_all_sets_of_three_boxes_just_those_that_tile_a_small_tensor_have_no_
     assert sum(tiled) == 13
 
 
-def test_a_grid_with_one_box_moved_is_found() -> None:
+def test_a_grid_with_one_box_moved_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "MAX_PAIRS", 50)  # so that the pair is not in the first batch
     offsets = np.array([(i * 4, j * 4) for i in range(16) for j in range(16)])
     lengths = np.full_like(offsets, 4)
     assert find_overlap(offsets, lengths) is None
     offsets[100] += (0, 1)
-    pair = find_overlap(offsets, lengths)
-    assert pair is not None
-    assert 100 in pair
+    assert {*(find_overlap(offsets, lengths) or ())} == {100, 101}
     low, high = find_gap(np.array([64, 64]), np.delete(offsets, 100, 0), np.delete(lengths, 100, 0))
     assert (low, high) == ((24, 16), (28, 20))
 
@@ -118,12 +118,13 @@ FAR = 1 << 61
 
 @given(st.data())
 def test_meet_finds_just_the_pairs_that_share_an_element(data: st.DataObject):
-    offset = st.sampled_from([0, 1, 2, 3, FAR, FAR + 1])
+    offset = st.sampled_from([0, 1, 2, FAR, FAR + 1])
+    few = data.draw(st.integers(0, 9))  # some cases have many pairs in several batches
 
     def boxes() -> TensorBoxes:
-        rows = data.draw(st.lists(st.tuples(st.integers(0, 3), *[offset] * 3, *[st.integers(0, 3)] * 3), max_size=12))
-        table = np.array(rows, np.int64).reshape(-1, 7)
-        return TensorBoxes(table[:, 0], table[:, 1:4], table[:, 4:])
+        box = st.tuples(st.integers(0, 2), *[offset] * 2, *[st.integers(0, 3)] * 2)
+        table = np.array(data.draw(st.lists(box, min_size=few, max_size=12)), np.int64).reshape(-1, 5)
+        return TensorBoxes(table[:, 0], table[:, 1:3], table[:, 3:])
 
     one, other = boxes(), boxes()
     expected = set()
