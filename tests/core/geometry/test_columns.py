@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from reshard_ckpt.core.geometry.columns import group_ids, lex_order
 from tests.tries import examples
 
-# Narrow columns pack into one integer, wide ones do not.
-columns = st.integers(1, 4).flatmap(
-    lambda width: st.lists(
-        st.tuples(*[st.one_of(st.integers(-2, 2), st.integers(0, 1 << 30), st.integers(0, (1 << 62) - 1))] * width), max_size=30
-    ).map(lambda rows: np.array(rows, np.int64).reshape(len(rows), width))
+# Narrow columns pack into one integer, wide ones do not. Wide ones that leave room for the row's number are sorted in one word.
+narrow, wide = st.integers(-2, 2), st.sampled_from([0, 1, 2, 1 << 40])
+numbers = st.sampled_from([narrow, wide, st.one_of(narrow, st.integers(0, 1 << 30), st.integers(0, (1 << 62) - 1))])
+columns = st.tuples(st.integers(1, 4), numbers).flatmap(
+    lambda kind: st.lists(st.tuples(*[kind[1]] * kind[0]), max_size=30).map(
+        lambda rows: np.array(rows, np.int64).reshape(len(rows), kind[0])
+    )
 )
 
 
