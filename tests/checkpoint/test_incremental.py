@@ -436,7 +436,7 @@ def test_a_step_that_another_program_saves_over_keeps_what_it_refers_to(tmp_path
 
 
 @pytest.mark.parametrize("into", ["new", "saved"])
-@pytest.mark.parametrize("how", ["saved over", "removed by hand", "deleted"])
+@pytest.mark.parametrize("how", ["saved over", "about to be deleted", "removed by hand", "deleted"])
 def test_a_base_that_another_job_replaces_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, into: str):
     """The other job deletes files that no committed catalog names yet: then nothing is committed that would lack them."""
     root, state, old, publish = tmp_path / "run", counted(), counted(3), commit.publish
@@ -448,6 +448,10 @@ def test_a_base_that_another_job_replaces_before_the_commit(tmp_path: Path, monk
         monkeypatch.setattr(commit, "publish", publish)
         if how == "saved over":
             checkpoint.save(root / "step_1", counted(5))
+        elif how == "about to be deleted":  # the new catalog is there, and the old files are too
+            shutil.copytree(root / "step_1", tmp_path / "old", ignore=shutil.ignore_patterns("catalog.msgpack"))
+            checkpoint.save(root / "step_1", counted(5))
+            shutil.copytree(tmp_path / "old", root / "step_1", dirs_exist_ok=True)
         elif how == "removed by hand":
             shutil.rmtree(root / "step_1")
         else:
@@ -460,7 +464,8 @@ def test_a_base_that_another_job_replaces_before_the_commit(tmp_path: Path, monk
         checkpoint.save(root / into, state, base=root / "step_1")
         assert_holds(root / into, state)
         return
-    with pytest.raises(StorageError, match=r"the save is undone: base=.*/step_1 was re(placed|moved) meanwhile.*save again"):
+    what = "removed" if how == "removed by hand" else "replaced"
+    with pytest.raises(StorageError, match=rf"the save is undone: base=.*/step_1 was {what} meanwhile.*save again"):
         checkpoint.save(root / into, state, base=root / "step_1")
     if into == "saved":
         assert_holds(root / into, old)
