@@ -204,6 +204,7 @@ TORCH_NAMES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
     "U16": "uint16",
     "I16": "int16",
     "F16": "float16",

@@ -6,10 +6,19 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedError
 from .columns import TORCH_NAMES
 
-TORCH_DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
-"""The torch dtype of each dtype code of `core.catalog.specs`."""
+
+class _TorchDtypes(dict[str, torch.dtype]):
+    def __missing__(self, code: str) -> torch.dtype:
+        raise UnsupportedError(f"dtype {code} is torch.{TORCH_NAMES[code]}, which torch {torch.__version__} lacks; upgrade torch")
+
+
+TORCH_DTYPES: dict[str, torch.dtype] = _TorchDtypes(
+    {code: getattr(torch, name) for code, name in TORCH_NAMES.items() if hasattr(torch, name)}
+)
+"""The torch dtype of each dtype code of `core.catalog.specs`. A dtype that this torch lacks raises `UnsupportedError`."""
 
 
 def code_named(wanted: Any) -> str | None:

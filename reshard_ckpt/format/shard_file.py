@@ -31,7 +31,7 @@ METADATA = "__metadata__"
 
 _LENGTH_BYTES = 8
 _OPAQUE = "@[torch.save]"
-_FOREIGN_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
+_FOREIGN_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 
 
 class Member(NamedTuple):

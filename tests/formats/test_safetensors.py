@@ -318,6 +318,15 @@ def test_a_dtype_that_torch_lacks_is_named():
         checkpoint.catalog(in_memory({"w.safetensors": data}))
 
 
+def test_a_dtype_that_an_older_torch_lacks_is_named_when_it_is_read(monkeypatch: pytest.MonkeyPatch):
+    data = file_bytes({"w": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}, b"\x7f\x80")
+    path = in_memory({"w.safetensors": data})
+    monkeypatch.delitem(TORCH_DTYPES, "F8_E8M0", raising=False)
+    assert checkpoint.catalog(path).dtype(0) == "F8_E8M0"
+    with pytest.raises(UnsupportedError, match=r"F8_E8M0 is torch.float8_e8m0fnu, which torch .* lacks; upgrade torch"):
+        checkpoint.read(path)
+
+
 def test_a_shard_file_of_our_own_is_no_checkpoint(tmp_path: Path):
     checkpoint.save(tmp_path, {"model": {"w": torch.ones(2)}})
     (file,) = tmp_path.glob("*/*.safetensors")

@@ -48,6 +48,9 @@ WITHOUT_SCALE = "which a cast would leave out: dequantize it before"
 FLOATS = ("F16", "BF16", "F32", "F64")
 """Dtypes that a quantized tensor may be loaded into, by applying its scale."""
 
+POWERS_OF_TWO = "F8_E8M0"
+"""The dtype of the scales of the microscaling (MX) formats."""
+
 FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 """Dtypes of quantized tensors whose scale a load can apply."""
 
@@ -172,7 +175,7 @@ def _applicable(catalog: Catalog, index: int, beside: str, blocks: Sequence[Ints
     if code not in FP8 or beside not in (f"{name}{SCALE_INV}", f"{name}{SCALE}") or names.intersection(others):
         return None
     scale = catalog.index(beside)
-    if catalog.dtype(scale) not in FLOATS:
+    if catalog.dtype(scale) not in (*FLOATS, POWERS_OF_TWO):
         return None
     block = block_of(catalog.shape(index), catalog.shape(scale), blocks)
     return None if block is None else Scale(scale, block)
