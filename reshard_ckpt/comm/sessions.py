@@ -118,7 +118,13 @@ def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
         return None
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None
-    rank = dist.get_rank(group)
+    try:
+        rank = dist.get_rank(group)
+    except (ValueError, TypeError):  # of torch, which looks the group up in a dict
+        raise UsageError(
+            f"process_group: a {type(group).__name__} that is no process group of this job, or was destroyed; pass what "
+            "new_group() or the get_group() of a DeviceMesh returns"
+        ) from None
     if rank < 0:
         raise UsageError(f"rank {dist.get_rank()} is not a member of the process group passed; call this on its members only")
     if dist.get_world_size(group) == 1:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from reshard_ckpt.comm import Comm, open_session
 from reshard_ckpt.comm import exchange as exchange_module
@@ -154,6 +156,11 @@ def groups_and_threads() -> dict[str, Any]:
             open_session("save", "/ckpt", process_group=odd)
         except UsageError as error:
             result["odd"] = str(error)
+    gone = dist.new_group([0, 1, 2, 3])
+    dist.destroy_process_group(gone)
+    for bad in gone, init_device_mesh("cpu", (4,)), [0, 1]:
+        with pytest.raises(UsageError, match=rf"process_group: a {type(bad).__name__} that is no process group of this job"):
+            open_session("save", "/ckpt", process_group=bad)
     alone = [dist.new_group([r]) for r in range(4)][rank]
     result["alone"] = outcome(exchange, process_group=alone) == expected(0, 1)
     result["world"] = outcome(exchange, process_group=dist.group.WORLD) == expected(rank, 4)
