@@ -171,7 +171,7 @@ class OptimizersTarget:
     def takes(self, name: str) -> bool:
         below = name.removeprefix(f"{self.name}.state.")
         if below == name:
-            return name in (self.name, self.groups_name)
+            return name in (self.name, self.groups_name, f"{self.name}.state")  # a state dict by FQN saves its empty state
         return "." in below and not any(below == key or below.startswith(f"{key}.") for key in self._beside)
 
     def check(self, values: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+from ..core.catalog.names import STATE
 from ..core.catalog.param_groups import Groups
 from ..core.catalog.problems import COMBINE, Problem, elsewhere, no_place
 from ..core.catalog.specs import ValueKind
@@ -159,11 +160,15 @@ class TreeTarget:
         self._held: list[tuple[PerRank | Value, Any]] = []
         self._slots = {row.name: row for row in tree.rows if row.kind in (Kind.VALUE, Kind.WHOLE, Kind.PER_RANK, Kind.GROUPS)}
         self._tensors = {row.name for row in tree.rows if row.kind is Kind.TENSOR}
+        # The empty state of an optimizer that has none, such as plain SGD, is saved only as a value of a state dict by FQN.
+        stateless = {name_of((*row.path[:-1], STATE)) for row in tree.rows if row.kind is Kind.GROUPS}
         self.values = tuple(
             name
             for name, row in self._slots.items()
             # Nothing under this name, where the checkpoint has something below it: that is added here, or other ranks take it.
-            if not (row.kind is Kind.VALUE and is_nothing(row.value) and name not in saved and has_below(name))
+            if not (
+                row.kind is Kind.VALUE and is_nothing(row.value) and name not in saved and (has_below(name) or name in stateless)
+            )
             or not (adds or isinstance(row.value, Mapping))
         )
         for name, row in self._slots.items():
@@ -271,9 +276,10 @@ class TreeTarget:
             return f"{name}: saved as a value, wanted as a tensor; pass a plain value under this key"
         if not self._adds:
             return None
-        if self._is_elsewhere(saved.path):
-            return elsewhere(name)
-        if saved.kind == ValueKind.PARAM_GROUPS or not self._fits(saved.path):
+        is_groups = saved.kind == ValueKind.PARAM_GROUPS
+        if self._is_elsewhere(saved.path, is_groups=is_groups):
+            return elsewhere(name, is_groups=is_groups)
+        if is_groups or not self._fits(saved.path):
             return no_place(name, "state")
         if saved.kind == ValueKind.PER_RANK:
             saved_values, value = value, PerRank(None)
@@ -282,12 +288,17 @@ class TreeTarget:
         self._added.append((saved, value))
         return None
 
-    def _is_elsewhere(self, path: Path) -> bool:
-        """Tell whether a path leads through None or an empty list, which may stand for a stage or optimizer of other ranks."""
+    def _is_elsewhere(self, path: Path, *, is_groups: bool) -> bool:
+        """Tell whether a path leads through None or an empty list, which may stand for a stage or optimizer of other ranks.
+
+        An empty dict stands for an optimizer too: torch gives it to all ranks but one that gathers a full state dict.
+        """
         node = self._root
         for key in self._relative(path):
             if not isinstance(node, Mapping):
                 return self._group.size > 1 and node is not _MISSING and _is_absent(node)
+            if is_groups and not node:
+                return self._group.size > 1
             node = node.get(key, _MISSING)
         return False
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointError, LayoutError, MismatchError, PeerError
@@ -135,6 +136,14 @@ def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
     on_others: dict[str, Any] = {"counts": None if rank == 1 else {}}
     checkpoint.load(path, {"extra": on_others})
     assert on_others["counts"] == (None if rank == 1 else {3: "three", (1, 2): "pair"})
+    # torch gives the gathered dict to rank 0 alone. It is loaded there, and torch's set_optimizer_state_dict broadcasts it.
+    other.param_groups[0]["lr"] = 0.125
+    of_rank_0 = get_optimizer_state_dict(model, other, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert bool(of_rank_0) == (rank == 0)
+    checkpoint.load(path, {"optimizer": of_rank_0})
+    assert [group["lr"] for group in of_rank_0.get("param_groups", ())] == [0.25] * (rank == 0)
+    with pytest.raises(MismatchError, match=r"optimizer.param_groups: in the checkpoint, but every rank passes"):
+        checkpoint.load(path, {"optimizer": {}})
     mixed = {"position": checkpoint.PerRank(rank) if rank == 2 else 1}
     with pytest.raises(CheckpointError, match="extra.position: a plain value on rank 0, a PerRank on rank 2"):
         checkpoint.save(tmp_path / "some", {"extra": mixed})

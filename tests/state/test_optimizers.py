@@ -440,3 +440,13 @@ def test_torchs_own_state_dicts_by_fqn_have_the_same_names():
     set_optimizer_state_dict(other, fresh, state)
     assert fresh.param_groups[0]["lr"] == 0.3
     assert torch.equal(fresh.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    target = get_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert target["state"] == {}
+    load(saved_of(model, plain), {"model": other, "optimizer": target}, wanted=set())
+    assert target["param_groups"][0]["lr"] == 0.5
+    stepped = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    train(other, stepped)
+    load(save([capture({"model": model, "optimizer": target})]), {"model": other, "optimizer": stepped}, wanted=set())
+    assert (stepped.param_groups[0]["lr"], len(stepped.state)) == (0.5, 0)

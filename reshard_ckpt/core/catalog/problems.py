@@ -55,9 +55,10 @@ ELSEWHERE = "elsewhere"
 """The cure of a saved value that this rank passes over because other ranks may take it: it is a problem only if none does."""
 
 
-def elsewhere(name: str) -> Problem:
-    """Return the problem of a saved value above which the state of this rank has None or an empty list."""
-    what = "in the checkpoint, but every rank passes None, an empty list or no key above it; pass {} there, or a Value or PerRank"
+def elsewhere(name: str, *, is_groups: bool = False) -> Problem:
+    """Return the problem of a saved value above which this rank has None or an empty list; for an optimizer's groups, also {}."""
+    empty, cure = ("list or dict,", "the optimizer") if is_groups else ("list", "{} there, or a Value or PerRank")
+    what = f"in the checkpoint, but every rank passes None, an empty {empty} or no key above it; pass {cure}"
     return Problem(name, what, ELSEWHERE)
 
 
