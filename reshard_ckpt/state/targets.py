@@ -25,7 +25,7 @@ from ..errors import MismatchError, UsageError
 from .describe import Index, in_order, new_dict, own_key
 from .entries import Entry, Kind
 from .layouts import RankSet
-from .modules import is_nothing
+from .modules import EXTRA_STATE, is_nothing
 from .parameters import keep_dtypes
 from .shards import PerRank, PerRankValues, Value
 from .tensors import TensorLike, is_tensor_like, local_memory
@@ -160,6 +160,7 @@ class TreeTarget:
         self._held: list[tuple[PerRank | Value, Any]] = []
         self._slots = {row.name: row for row in tree.rows if row.kind in (Kind.VALUE, Kind.WHOLE, Kind.PER_RANK, Kind.GROUPS)}
         self._tensors = {row.name for row in tree.rows if row.kind is Kind.TENSOR}
+        self._has_tensors_below = Prefixes(self._tensors).include
         # The empty state of an optimizer that has none, such as plain SGD, is saved only as a value of a state dict by FQN.
         stateless = {name_of((*row.path[:-1], STATE)) for row in tree.rows if row.kind is Kind.GROUPS}
         self.values = tuple(
@@ -277,8 +278,8 @@ class TreeTarget:
         if not self._adds:
             return None
         is_groups = saved.kind == ValueKind.PARAM_GROUPS
-        if self._is_elsewhere(saved.path, is_groups=is_groups):
-            return elsewhere(name, is_groups=is_groups)
+        if self._group.size > 1 and self._is_elsewhere(saved.path, is_groups=is_groups):
+            return elsewhere(name)
         if is_groups or not self._fits(saved.path):
             return no_place(name, "state")
         if saved.kind == ValueKind.PER_RANK:
@@ -291,14 +292,18 @@ class TreeTarget:
     def _is_elsewhere(self, path: Path, *, is_groups: bool) -> bool:
         """Tell whether a path leads through None or an empty list, which may stand for a stage or optimizer of other ranks.
 
-        An empty dict stands for an optimizer too: torch gives it to all ranks but one that gathers a full state dict.
+        An empty dict stands for an optimizer too: torch gives it to all ranks but one that gathers a full state dict. A dict
+        without any tensor of the module that has an extra state is that of another stage.
         """
+        module, dot, _ = name_of(path).partition(f".{EXTRA_STATE}")
+        if dot and not self._has_tensors_below(module):
+            return True
         node = self._root
         for key in self._relative(path):
             if not isinstance(node, Mapping):
-                return self._group.size > 1 and node is not _MISSING and _is_absent(node)
+                return node is not _MISSING and _is_absent(node)
             if is_groups and not node:
-                return self._group.size > 1
+                return True
             node = node.get(key, _MISSING)
         return False
 

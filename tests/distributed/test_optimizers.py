@@ -270,11 +270,11 @@ class Extra(nn.Module):
         super().__init__()
         self.value = value
 
-    def get_extra_state(self) -> dict[str, int]:
-        return {"value": self.value}
+    def get_extra_state(self) -> int:
+        return self.value
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
+    def set_extra_state(self, state: int) -> None:
+        self.value = state
 
 
 @on_ranks(2)
@@ -304,6 +304,11 @@ def test_tied_weights_come_apart_and_together_and_extra_state_follows_its_stage(
     assert outcome(lambda: checkpoint.load(tmp_path / "tied", {"model": back})) == Outcome()
     assert all(torch.equal(a, b) for a, b in zip(back.parameters(), apart.parameters(), strict=True))
     assert back[f"extra{rank}"].value == 10 + rank
+    of_stage = stage(rank, "other").state_dict()
+    keys = set(of_stage)
+    checkpoint.load(tmp_path / "tied", {"model": of_stage})
+    assert set(of_stage) == keys
+    assert of_stage[f"extra{rank}._extra_state"] == 10 + rank
 
     if rank == 1:
         apart["net"].head.weight.data[0, 0] += 1

@@ -128,7 +128,7 @@ def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
     )
     assert max(map(len, left[:3])) - min(map(len, left[:3])) <= 1
     with pytest.raises(
-        MismatchError, match=r"extra.counts.3: in the checkpoint, but every rank passes None, an empty list or no key above"
+        MismatchError, match=r"extra.counts.3: in the checkpoint, but every rank passes None, an empty list or dict, or no key"
     ):
         checkpoint.load(path, {"extra": {"counts": None}})
     with pytest.raises(MismatchError, match="extra.counts.3: in the checkpoint, but every rank passes None"):

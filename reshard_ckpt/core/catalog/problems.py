@@ -55,10 +55,12 @@ ELSEWHERE = "elsewhere"
 """The cure of a saved value that this rank passes over because other ranks may take it: it is a problem only if none does."""
 
 
-def elsewhere(name: str, *, is_groups: bool = False) -> Problem:
-    """Return the problem of a saved value above which this rank has None or an empty list; for an optimizer's groups, also {}."""
-    empty, cure = ("list or dict,", "the optimizer") if is_groups else ("list", "{} there, or a Value or PerRank")
-    what = f"in the checkpoint, but every rank passes None, an empty {empty} or no key above it; pass {cure}"
+def elsewhere(name: str) -> Problem:
+    """Return the problem of a saved value that this rank leaves to others: its state has no module or optimizer to take it."""
+    what = (
+        "in the checkpoint, but every rank passes None, an empty list or dict, or no key there; pass the module or optimizer, or "
+        "for a plain value {}, a Value or PerRank"
+    )
     return Problem(name, what, ELSEWHERE)
 
 
