@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from ..core.catalog.names import STATE
+from ..core.catalog.names import GROUPS, STATE
 from ..core.catalog.param_groups import Groups
 from ..core.catalog.problems import COMBINE, Problem, elsewhere, no_place
 from ..core.catalog.specs import ValueKind
@@ -160,15 +160,15 @@ class TreeTarget:
         self._held: list[tuple[PerRank | Value, Any]] = []
         self._slots = {row.name: row for row in tree.rows if row.kind in (Kind.VALUE, Kind.WHOLE, Kind.PER_RANK, Kind.GROUPS)}
         self._tensors = {row.name for row in tree.rows if row.kind is Kind.TENSOR}
-        self._has_tensors_below = Prefixes(self._tensors).include
-        # The empty state of an optimizer that has none, such as plain SGD, is saved only as a value of a state dict by FQN.
-        stateless = {name_of((*row.path[:-1], STATE)) for row in tree.rows if row.kind is Kind.GROUPS}
         self.values = tuple(
             name
             for name, row in self._slots.items()
             # Nothing under this name, where the checkpoint has something below it: that is added here, or other ranks take it.
             if not (
-                row.kind is Kind.VALUE and is_nothing(row.value) and name not in saved and (has_below(name) or name in stateless)
+                row.kind is Kind.VALUE
+                and is_nothing(row.value)
+                and name not in saved
+                and (has_below(name) or self._is_state(name))
             )
             or not (adds or isinstance(row.value, Mapping))
         )
@@ -184,6 +184,10 @@ class TreeTarget:
                     makers[above] = any(map(_may_make, self._nodes(above)))
                 if makers[above]:
                     self._check_kept(row.name, row.path)
+
+    @cached_property
+    def _tensor_names(self) -> Prefixes:
+        return Prefixes(self._tensors)
 
     def _nodes(self, path: Path) -> list[Any]:
         """Return the nodes of the tree along a path: its root first, and the node at the path last."""
@@ -201,6 +205,14 @@ class TreeTarget:
                 f"{name}: {type_in_words(next(filter(_may_make, above)))} that gives another tensor each time it is asked cannot "
                 "be loaded into; pass a dict of the tensors themselves"
             )
+
+    def _is_state(self, name: str) -> bool:
+        """Tell whether an optimizer's state dict by FQN has its state under this name.
+
+        If it is empty, as that of plain SGD, no save of the optimizer itself has this name.
+        """
+        groups = self._slots.get(f"{name.removesuffix(STATE)}{GROUPS}")
+        return groups is not None and groups.kind is Kind.GROUPS
 
     def takes(self, name: str) -> bool:
         return True
@@ -296,7 +308,7 @@ class TreeTarget:
         without any tensor of the module that has an extra state is that of another stage.
         """
         module, dot, _ = name_of(path).partition(f".{EXTRA_STATE}")
-        if dot and not self._has_tensors_below(module):
+        if dot and not self._tensor_names.include(module):
             return True
         node = self._root
         for key in self._relative(path):
