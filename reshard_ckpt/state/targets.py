@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from ..core.catalog.names import GROUPS, STATE
 from ..core.catalog.param_groups import Groups
 from ..core.catalog.problems import COMBINE, Problem, elsewhere, no_place
@@ -32,6 +34,10 @@ from .tensors import TensorLike, is_tensor_like, local_memory
 from .walk import Tree, give_state, is_stateful
 
 _MISSING = object()
+
+_OF_SOME_RELEASES = frozenset({"verbose", "_is_initial"})
+"""Attributes that an `LRScheduler` has in some releases of torch alone. A checkpoint of another release may lack them; then the
+scheduler keeps its own, as with torch's `load_state_dict`. Once it is made, no rate depends on them."""
 
 
 class ValueTarget(Protocol):
@@ -160,18 +166,7 @@ class TreeTarget:
         self._held: list[tuple[PerRank | Value, Any]] = []
         self._slots = {row.name: row for row in tree.rows if row.kind in (Kind.VALUE, Kind.WHOLE, Kind.PER_RANK, Kind.GROUPS)}
         self._tensors = {row.name for row in tree.rows if row.kind is Kind.TENSOR}
-        self.values = tuple(
-            name
-            for name, row in self._slots.items()
-            # Nothing under this name, where the checkpoint has something below it: that is added here, or other ranks take it.
-            if not (
-                row.kind is Kind.VALUE
-                and is_nothing(row.value)
-                and name not in saved
-                and (has_below(name) or self._is_state(name))
-            )
-            or not (adds or isinstance(row.value, Mapping))
-        )
+        self.values = tuple(name for name, row in self._slots.items() if name in saved or self._needs(row))
         for name, row in self._slots.items():
             for node in self._nodes(row.path)[:-1]:
                 if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
@@ -205,6 +200,14 @@ class TreeTarget:
                 f"{name}: {type_in_words(next(filter(_may_make, above)))} that gives another tensor each time it is asked cannot "
                 "be loaded into; pass a dict of the tensors themselves"
             )
+
+    def _needs(self, row: Entry) -> bool:
+        """Tell whether the checkpoint lacks the value of a row, which is not saved under its name."""
+        if isinstance(self._tree.owner, LRScheduler) and row.path[-1] in _OF_SOME_RELEASES:
+            return False
+        # Nothing under this name, where the checkpoint has something below it: that is added here, or other ranks take it.
+        is_empty = row.kind is Kind.VALUE and is_nothing(row.value) and (self._has_below(row.name) or self._is_state(row.name))
+        return not is_empty or not (self._adds or isinstance(row.value, Mapping))
 
     def _is_state(self, name: str) -> bool:
         """Tell whether an optimizer's state dict by FQN has its state under this name.

@@ -279,6 +279,20 @@ def test_schedulers_come_back():
     assert other.state_dict() == scheduler.state_dict()
 
 
+@pytest.mark.parametrize(("lacking", "has"), [("_is_initial", "verbose"), ("verbose", "_is_initial")])
+def test_a_scheduler_of_another_release_of_torch_comes_back(lacking: str, has: str) -> None:
+    """Torch 2.6 sets `verbose` and lacks `_is_initial`, and torch 2.13 the other way around."""
+    scheduler, other = (torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr), 3) for lr in (0.1, 0.9))
+    vars(scheduler)[has] = vars(other)[lacking] = False
+    vars(scheduler).pop(lacking, None)
+    scheduler.last_epoch = 7
+    load(save([capture({"scheduler": scheduler})]), {"scheduler": other})
+    assert other.state_dict() == {**scheduler.state_dict(), lacking: False}
+    del scheduler.step_size  # any other attribute is wanted
+    with pytest.raises(MismatchError, match=r"scheduler\.step_size: missing value"):
+        load(save([capture({"scheduler": scheduler})]), {"scheduler": other})
+
+
 def test_a_generator_goes_on_where_it_was():
     generator = torch.Generator().manual_seed(7)
     torch.rand(5, generator=generator)
