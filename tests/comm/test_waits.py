@@ -58,7 +58,8 @@ WAITS = {
 JOBS = [
     (name, how, victim)
     for name, row in TABLE.items()
-    if len(set(row.machines)) == 1 or hasattr(dist.Store, "clone")  # before torch 2.8, machines have no stores of their own
+    # Before torch 2.8, machines have no stores of their own, and a group opens no connection to the job's store.
+    if hasattr(dist.Store, "clone") or (len(set(row.machines)) == 1 and name != "the job's store")
     for how in (("killed", "stopped") if row.stops else ("killed",))
     for victim in row.victims
 ]
