@@ -331,7 +331,8 @@ def _rank_main(gate: _Gate, module: str, name: str, init: bool, timeout_s: float
         rank = os.environ["RANK"]
         Path(folder, f"error-{rank}").write_text(f"--- rank {rank} ---\n{''.join(shown.format())}")
         raise
-    if dist.is_initialized():
+    # In torch 2.6 it holds the interpreter's lock and waits for gloo's thread, which may wait for that lock to free a tensor.
+    if dist.is_initialized() and hasattr(dist.Store, "clone"):
         dist.destroy_process_group()
     return result  # its stack may still be dumped: the end of a process may hang too
 
