@@ -78,7 +78,7 @@ def test_help_does_not_wait_for_torch():
 
 
 MAY_IMPORT = {
-    "annotated_doc", "annotated_types", "click", "markdown_it", "mdurl", "msgpack", "numpy", "pydantic", "pydantic_core",
+    "annotated_doc", "annotated_types", "attr", "click", "markdown_it", "mdurl", "msgpack", "numpy", "pydantic", "pydantic_core",
     "pygments", "reshard_ckpt", "rich", "shellingham", "typer", "typing_extensions", "typing_inspection", "xxhash", "zoneinfo",
 }  # fmt: skip
 """Packages that ``inspect`` imports beside the standard library; each start of a tool pays for them."""
