@@ -292,10 +292,9 @@ class TreeTarget:
             return f"{name}: saved as a value, wanted as a tensor; pass a plain value under this key"
         if not self._adds:
             return None
-        is_groups = saved.kind == ValueKind.PARAM_GROUPS
-        if self._group.size > 1 and self._is_elsewhere(saved.path, is_groups=is_groups):
+        if self._group.size > 1 and (self._is_elsewhere(saved.path) or self._lacks_optimizer_of(name)):
             return elsewhere(name)
-        if is_groups or not self._fits(saved.path):
+        if saved.kind == ValueKind.PARAM_GROUPS or not self._fits(saved.path):
             return no_place(name, "state")
         if saved.kind == ValueKind.PER_RANK:
             saved_values, value = value, PerRank(None)
@@ -304,11 +303,11 @@ class TreeTarget:
         self._added.append((saved, value))
         return None
 
-    def _is_elsewhere(self, path: Path, *, is_groups: bool) -> bool:
+    def _is_elsewhere(self, path: Path, *, with_dicts: bool = False) -> bool:
         """Tell whether a path leads through None or an empty list, which may stand for a stage or optimizer of other ranks.
 
-        An empty dict stands for an optimizer too: torch gives it to all ranks but one that gathers a full state dict. A dict
-        without any tensor of the module that has an extra state is that of another stage.
+        With `with_dicts`, an empty dict may stand for one too. A dict without any tensor of the module that has an extra state
+        is that of another stage.
         """
         module, dot, _ = name_of(path).partition(f".{EXTRA_STATE}")
         if dot and not self._tensor_names.include(module):
@@ -317,10 +316,25 @@ class TreeTarget:
         for key in self._relative(path):
             if not isinstance(node, Mapping):
                 return node is not _MISSING and _is_absent(node)
-            if is_groups and not node:
+            if with_dicts and not node:
                 return True
             node = node.get(key, _MISSING)
         return False
+
+    @cached_property
+    def _saved_groups(self) -> dict[str, Path]:
+        found = ((name.removesuffix(GROUPS), of) for name, of in self._saved.items() if of.kind == ValueKind.PARAM_GROUPS)
+        return {optimizer: of.path for optimizer, of in found}
+
+    def _lacks_optimizer_of(self, name: str) -> bool:
+        """Tell whether a value is of an optimizer that is an empty dict here.
+
+        Torch gives an empty dict to all ranks but one that gathers a full state dict.
+        """
+        return any(
+            name.startswith((f"{optimizer}{GROUPS}", f"{optimizer}{STATE}.")) and self._is_elsewhere(path, with_dicts=True)
+            for optimizer, path in self._saved_groups.items()
+        )
 
     def _fits(self, path: Path) -> bool:
         """Tell whether a value can be added at a path: dicts along it exist or can be made; lists cannot be made."""

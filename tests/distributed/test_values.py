@@ -62,6 +62,7 @@ def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     optimizer.step()
     scheduler.step()
+    optimizer.state[model.weight]["plain"] = 3
     extra = {
         "loader": checkpoint.PerRank(loader, combine=share),
         "rng": checkpoint.PerRank(torch.get_rng_state()),
@@ -137,12 +138,13 @@ def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
     checkpoint.load(path, {"extra": on_others})
     assert on_others["counts"] == (None if rank == 1 else {3: "three", (1, 2): "pair"})
     # torch gives the gathered dict to rank 0 alone. It is loaded there, and torch's set_optimizer_state_dict broadcasts it.
-    other.param_groups[0]["lr"] = 0.125
+    other.param_groups[0]["lr"], other.state[model.weight]["plain"] = 0.125, 0
     of_rank_0 = get_optimizer_state_dict(model, other, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     assert bool(of_rank_0) == (rank == 0)
     checkpoint.load(path, {"optimizer": of_rank_0})
     assert [group["lr"] for group in of_rank_0.get("param_groups", ())] == [0.25] * (rank == 0)
-    with pytest.raises(MismatchError, match=r"optimizer.param_groups: in the checkpoint, but every rank passes"):
+    assert of_rank_0.get("state", {}) == ({"weight": {"plain": 3}} if rank == 0 else {})
+    with pytest.raises(MismatchError, match=r"groups: in the checkpoint, but every rank passes .*; ignore= of this name"):
         checkpoint.load(path, {"optimizer": {}})
     mixed = {"position": checkpoint.PerRank(rank) if rank == 2 else 1}
     with pytest.raises(CheckpointError, match="extra.position: a plain value on rank 0, a PerRank on rank 2"):

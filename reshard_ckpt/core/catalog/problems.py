@@ -59,7 +59,7 @@ def elsewhere(name: str) -> Problem:
     """Return the problem of a saved value that this rank leaves to others: its state has no module or optimizer to take it."""
     what = (
         "in the checkpoint, but every rank passes None, an empty list or dict, or no key there; pass the module or optimizer, or "
-        "for a plain value {}, a Value or PerRank"
+        "for a plain value {}, a Value or PerRank; ignore= of this name leaves it out"
     )
     return Problem(name, what, ELSEWHERE)
 
