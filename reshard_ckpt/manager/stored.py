@@ -305,11 +305,16 @@ class StoredSteps:
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
         """Return the steps to keep: the last step that was loaded or committed, and the steps that the rule keeps.
 
-        The rule is applied twice: to all steps, and to the steps that are neither damaged nor superseded.
+        The rule is applied twice: to all steps, and to the steps that are neither damaged, superseded nor copies.
         """
         metrics = self.metrics(steps) if self._rule.keep_best else {}
-        whole = [step for step in steps if step not in self._damaged and self._is_current(step)]
         good = [step for step in self._good if step in steps][-1:]
+        newest = max(good, default=-1)  # of older steps, no catalog is read to see a copy
+        whole = [
+            step
+            for step in steps
+            if step not in self._damaged and self._is_current(step) and not (step > newest and self._is_copy(step))
+        ]
         return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
 
     def _is_current(self, step: int) -> bool:

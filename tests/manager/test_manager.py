@@ -193,6 +193,10 @@ def test_a_copy_under_the_number_of_another_step_is_passed_over(tmp_path: Path):
         assert manager.load_latest(empty()).step == 7
         checkpoint.convert(root / "step_60", whole / "step_70", to="reshard")
         assert manager.load_latest(empty()).step == 70
+    with Manager(root, keep_last=2) as manager:  # a copy takes no place among the newest, also where no load has met it
+        manager.load(7, empty())
+        manager.save(8, state(8))
+        assert manager.steps() == [7, 8, 60]
 
 
 def test_the_last_good_one_stays_where_the_newer_are_damaged(root: str):
