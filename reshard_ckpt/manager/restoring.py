@@ -130,7 +130,7 @@ class Restoring:
         if values is not None:
             return values
         path = self._stored.path(step)
-        with open_source(path) as source:
+        with open_source(path, timeout_s=self._session["timeout_s"]) as source:
             self._stored.refuse_copy(step, path, source.catalog)
             return read_from(source, names)
 

@@ -715,6 +715,7 @@ def test_each_store_that_a_manager_opens_waits_for_its_timeout(url: str, monkeyp
             for more in range(2):
                 manager.save(step + more, state(step))
                 manager.catalog(step + more)
+                manager.read(step + more, [])
         with open_storage(f"{url}/run", timeout_s=77) as storage:
             storage.publish(f"step_{step + 1}/20200101T000000Z-01234567/rank00000-0.safetensors", b"killed")
             storage.publish("step_1/model.safetensors", save({"w": torch.ones(2)}))  # of another library
