@@ -11,6 +11,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common.files import open_catalog
 from reshard_ckpt.engine.common.step_folders import find_steps, remove_step
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, StorageError, UsageError
-from reshard_ckpt.format.catalog import encode_catalog
+from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.format.files import CATALOG_KEY
 from reshard_ckpt.formats.source import reading
 from reshard_ckpt.manager.retention import Retention
@@ -197,6 +198,10 @@ def test_a_copy_under_the_number_of_another_step_is_passed_over(tmp_path: Path):
         manager.load(7, empty())
         manager.save(8, state(8))
         assert manager.steps() == [7, 8, 60]
+    stored = root / "step_60" / CATALOG_KEY
+    stored.write_bytes(encode_catalog(replace(decode_catalog(stored.read_bytes()), folder="step_" + "9" * 5000)))
+    with Manager(root) as manager:
+        assert manager.load_latest(empty()).step == 60  # no step has a number of so many digits
 
 
 def test_the_last_good_one_stays_where_the_newer_are_damaged(root: str):

@@ -70,7 +70,9 @@ class StepNames:
         for pattern in self.patterns:
             before, after = pattern[: pattern.index("{")], pattern[pattern.index("}") + 1 :]
             digits = folder[len(before) : len(folder) - len(after)]
-            if digits.isascii() and digits.isdecimal() and pattern.format(int(digits)) == folder:
+            # A hostile catalog may name a folder with more digits than Python converts. A pattern pads to 99 at most.
+            is_number = digits.isascii() and digits.isdecimal() and len(digits) < 100
+            if is_number and pattern.format(int(digits)) == folder:
                 return int(digits)
         return None
 
