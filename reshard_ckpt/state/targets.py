@@ -309,7 +309,7 @@ class TreeTarget:
         With `with_dicts`, an empty dict may stand for one too. A dict without any tensor of the module that has an extra state
         is that of another stage.
         """
-        module, dot, _ = name_of(path).partition(f".{EXTRA_STATE}")
+        module, dot, _ = f"{name_of(path)}.".partition(f".{EXTRA_STATE}.")
         if dot and not self._tensor_names.include(module):
             return True
         node = self._root

@@ -71,6 +71,7 @@ def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
         "scheduler": scheduler,
         "array": np.arange(6).reshape(2, 3),
         "counts": {3: "three", (1, 2): "pair"},
+        "_extra_states": 2,  # not the extra state of a module
     }
     checkpoint.save(path, {"model": model, "optimizer": optimizer, "extra": extra})
     draw = torch.rand(3)
@@ -96,6 +97,7 @@ def test_values_of_each_rank_on_as_many_ranks_and_on_fewer(tmp_path: Path):
     assert (state["scheduler"].gamma, state["scheduler"].step_size, state["scheduler"].last_epoch) == (0.5, 1, 1)
     assert other.param_groups[0]["lr"] == 0.25
     assert np.array_equal(state["array"], np.arange(6).reshape(2, 3))
+    assert state["_extra_states"] == 2
     assert state["counts"] == {3: "three", (1, 2): "pair"}
 
     fewer = Loader(rank, 3)
