@@ -70,8 +70,19 @@ def count_requests() -> Counter[str]:
             counted[method] += 1
             return getattr(self._store, method)
 
+    of_machines: list[Any] = []
+
+    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any) -> Any:
+            of_machines.append(make(*args))
+            return of_machines[-1]
+
+        return made
+
+    node._serve, node._connect = noting(node._serve), noting(node._connect)
+
     def is_of_machine(store: BoundedStore) -> bool:
-        return store._connection._connect is node._lost
+        return any(store._client is one for one in of_machines)
 
     def counting(self: BoundedStore, requests: Callable[[Any], Any]) -> Any:
         return on_worker(self, requests if is_of_machine(self) else lambda store: requests(Counting(store)))

@@ -153,8 +153,7 @@ class Job0:
         self.store, self.rank0_s = Store(self.trace), Counter[str]()
         self.nodes = [LastingMachine(first, size) for first in range(0, size, NODE)]
         for node in self.nodes[1:]:
-            near = Store()
-            node.connection = StoreConnection(lambda _: None, near)
+            node.store = BoundedStore.of(Store(), 0)
 
     @contextmanager
     def rank0(self, step: str) -> Iterator[None]:

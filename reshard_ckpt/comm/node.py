@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import DistError
 
-from .bounded import BoundedStore, StoreConnection, Waiting, bounded
+from .bounded import BoundedStore, Waiting, bounded
 from .payloads import KeyValueStore, Payloads
 from .peers import Machine
 from .store import INLINE, TOLD, StoreComm, call_let_pass
@@ -69,10 +69,6 @@ def _connect(port: int) -> Any:
     return _STORES.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_REPLY_S))
 
 
-def _lost(timeout_s: float) -> Any:
-    raise DistError("it has not replied before")
-
-
 class NodeComm(StoreComm):
     """The messages of one session (`Comm`) of a rank that speaks through the leader of its machine, if there is one.
 
@@ -97,9 +93,9 @@ class NodeComm(StoreComm):
         self._use_node()
 
     def _use_node(self) -> None:
-        if self._neighbours is not None and (connection := self._neighbours.machine.connection) is not None:
+        if self._neighbours is not None and (store := self._neighbours.machine.store) is not None:
             # A part of the time, so that a leader that hangs is named before others miss this rank too.
-            self._near = connection.open(self._timeout_s / 4).below(self._name)
+            self._near = BoundedStore.of(store, self._timeout_s / 4).below(self._name)
             self._leader, *self._others = self._ranks_near()
 
     def open(self, call: bytes, *, before: bytes = b"") -> bool:
@@ -124,7 +120,7 @@ class NodeComm(StoreComm):
             else:
                 port = int(self._get_from(first, key, root))
                 client = bounded(partial(_connect, port), self._timeout_s, f"{self._title}: rank {first} did not answer")
-            machine.connection = StoreConnection(_lost, client)
+            machine.store = BoundedStore.of(client, 0)  # each session sets a time limit of its own
         machine.is_known = True
         self._use_node()
 

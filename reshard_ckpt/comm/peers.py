@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from .bounded import StoreConnection
+from .bounded import BoundedStore
 from .payloads import KeyValueStore
 
 Ended = Callable[[], frozenset[int]]
@@ -27,14 +27,14 @@ class Machine:
 
     Attributes
     ----------
-    connection
-        To the machine's own store, once this rank has joined that; see `comm.node`.
+    store
+        The machine's own store, once this rank has joined it; see `comm.node`. After it was lost, each of its calls fails.
     is_known
         Whether it is known if the machine has a store of its own.
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self.connection: StoreConnection | None = None
+        self.store: BoundedStore | None = None
         self.is_known = False
         self._rank, self._size = rank, size
         self._key = f"on/{_machine()}"

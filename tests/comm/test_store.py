@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.comm import StoreComm, payloads
 from reshard_ckpt.comm import node as node_module
 from reshard_ckpt.comm import store as store_module
+from reshard_ckpt.comm.bounded import BoundedStore
 from reshard_ckpt.comm.node import NodeComm
 from reshard_ckpt.comm.peers import Machine
 from reshard_ckpt.comm.wire import Refusal
@@ -56,11 +58,11 @@ class TestNodeComm(CommContract):
         nodes = nodes_of((0, 1), (2, 3, 4), (5,))
         if joined:
             run_session(server, 6, lambda comm: None, name="before", nodes=nodes)
-            assert [node.connection is not None for node in nodes] == [rank in (2, 3, 4) for rank in range(6)]
+            assert [node.store is not None for node in nodes] == [rank in (2, 3, 4) for rank in range(6)]
         yield lambda body: run_session(server, 6, body, nodes=nodes)
         server.store.delete_key("node/2")
         for node in nodes[2:5]:  # each deletes the session's keys; the machine's store is empty again
-            assert node.connection.open(10).on_worker(lambda store: store.num_keys()) == 0
+            assert BoundedStore.of(node.store, 10).on_worker(lambda store: store.num_keys()) == 0
 
 
 def test_a_session_of_one_rank_works_too(server: Server):
@@ -565,8 +567,8 @@ def test_no_key_comes_back_if_a_rank_gives_up_waiting_for_the_others_to_leave(
     assert run_session(server, len(nodes), lambda comm: "done", nodes=nodes) == ["done"] * len(nodes)
     assert gives_up.is_set()
     for node in nodes[waiting:]:
-        if node.connection is not None:
-            assert node.connection.open(10).on_worker(lambda store: store.num_keys()) == 0
+        if node.store is not None:
+            assert BoundedStore.of(node.store, 10).on_worker(lambda store: store.num_keys()) == 0
 
 
 # --- a rank does not come ---
@@ -707,6 +709,23 @@ def test_a_lost_store_is_an_error_that_names_its_likely_host():
         assert type(error) is PeerError
         assert str(error).startswith("save '/ckpt': the job's key-value store does not answer any more")
         assert error.ranks == (0,)
+
+
+@needs_clone
+def test_a_leader_that_was_lost_is_named_to_all_ranks_also_in_later_sessions(server: Server):
+    nodes = joined(server, [(0,), (1, 2)])
+
+    def lose(comm: Any) -> None:
+        if comm.rank == 2:
+            with suppress(dist.DistError):
+                comm._near.on_worker(mock.Mock(side_effect=dist.DistError("Connection reset by peer")))
+        comm.gather(b"")
+
+    for name, body in (("loses", lose), ("later", lambda comm: comm.gather(b"")), ("last", lambda comm: comm.gather(b""))):
+        for error in run_session(server, 3, body, name=name, nodes=nodes):
+            assert isinstance(error, PeerError), repr(error)
+            assert "rank 1, which speaks for the ranks of its machine, does not answer any more" in str(error)
+            assert error.ranks == (1,)
 
 
 # --- ranks that do different things ---
