@@ -284,15 +284,16 @@ class StoreConnection:
         """
 
         def opened() -> BoundedStore:
-            if self._client is not None and time.monotonic() - self._opened_at > _IDLE_S:
+            began, left_s = time.monotonic(), timeout_s
+            if self._client is not None and began - self._opened_at > _IDLE_S:
                 try:
                     BoundedStore(self._client, self, _Limit(timeout_s)).check([""])
                 except StoreLost:  # no reply came, and no time is left
                     raise
                 except DistError:  # it was reset; nothing was under way, so a new one is as good
-                    pass
+                    left_s -= time.monotonic() - began
             if self._client is None:
-                self._client = self._connect(timeout_s)
+                self._client = self._connect(left_s)
             self._opened_at = time.monotonic()
             return BoundedStore(self._client, self, _Limit(timeout_s))
 

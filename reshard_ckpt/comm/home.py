@@ -145,7 +145,7 @@ class Home:
                 record = meeting.get(self._key)
                 # The same address is tried again, though seldom: it may be right, and the network slow.
                 if record != tried or waited > 2 * tried_at + 1:
-                    with suppress(ConnectionRefusedError):  # an earlier attempt's
+                    with suppress(ConnectionRefusedError):  # of an earlier attempt
                         if (client := self._reach(record, timeout_s - waited)) is not None:
                             found.append((client, record))
                     tried, tried_at = record, time.monotonic() - began
@@ -156,12 +156,12 @@ class Home:
         return found[0]
 
     def _reach(self, record: bytes, timeout_s: float) -> Any:
-        """Connect to the store at an address that was read; None if no store answers, or that of another job or attempt.
+        """Connect to the store at an address that was read; None if no store answers.
 
         Raises
         ------
         ConnectionRefusedError
-            No process listens at the address.
+            No process listens at the address, or the store there is that of another job or attempt.
         """
         probe_s = min(_PROBE_S, max(timeout_s, _LEAST_PROBE_S))
         try:
@@ -175,13 +175,13 @@ class Home:
 
 
 def _client_at(nonce: str, host: str, port: int, probe_s: float) -> Any:
-    """Connect to the store at this address. Return None if it lacks the nonce: it then belongs to another job or attempt."""
+    """Connect to the store at this address. Refuse it if it lacks the nonce: it then belongs to another job or attempt."""
     # A plain connection first: the client of a store would try a closed port again and again.
     socket.create_connection((host, port), probe_s).close()
     limit = timedelta(seconds=probe_s)
     client = _STORES.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     if not client.check([f"{nonce}/here"]):
-        return None
+        raise ConnectionRefusedError
     client.set_timeout(timedelta(seconds=REPLY_S))
     return client
 

@@ -130,6 +130,22 @@ def test_an_idle_connection_that_was_reset_is_replaced_before_it_is_used(monkeyp
     assert servers[1].get("key") == b"3"
 
 
+def test_what_trying_an_idle_connection_took_is_not_there_to_connect_anew():
+    now, given = [0.0], []
+
+    class Reset:
+        def check(self, keys: list[str]) -> bool:
+            now[0] += 40.0
+            raise DistError("Connection reset by peer")
+
+    with mock.patch.object(bounded_module, "time") as clock:
+        clock.monotonic = lambda: now[0]
+        line = StoreConnection(lambda timeout_s: given.append(timeout_s) or dist.HashStore(), Reset())
+        now[0] = 100.0
+        line.open(60)
+    assert given == [20.0]
+
+
 def test_replies_have_no_more_time_than_is_left_and_always_a_moment(monkeypatch: pytest.MonkeyPatch):
     now, given = [0.0], []
     with mock.patch.object(bounded_module, "time") as clock:

@@ -194,12 +194,13 @@ def throw(error: Exception) -> Any:
     raise error
 
 
-def test_rank_0_that_has_ended_is_not_tried_again():
+@pytest.mark.parametrize("left", ["a dead store", "another group's"])
+def test_rank_0_that_has_ended_is_not_tried_again(other: Any, left: str):
     job = tcp_store()
     homes = [Home(line(job), "home", rank, 2, "127.0.0.1") for rank in range(2)]
     kept = [home.session("0", title="save", timeout_s=600)[0] for home in homes][1]
     kept._connection.mark_lost(kept._client)
-    homes[1]._record = f"{NONCE} {closed_port()} 127.0.0.1".encode()
+    homes[1]._record = LEFT[left](other)
     with pytest.raises(PeerError, match="save '/a': .*rank 0's machine answers that no process has it any more"):
         homes[1].session("1", title="save '/a'", timeout_s=600)
 
