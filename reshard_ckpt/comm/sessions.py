@@ -122,7 +122,7 @@ def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
         rank = dist.get_rank(group)
     except (ValueError, TypeError):  # of torch, which looks the group up in a dict
         raise UsageError(
-            f"process_group: a {type(group).__name__} that is no process group of this job, or was destroyed; pass what "
+            f"process_group: this {type(group).__name__} is not a process group of this job, or was destroyed; pass what "
             "new_group() or the get_group() of a DeviceMesh returns"
         ) from None
     if rank < 0:

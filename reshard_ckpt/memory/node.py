@@ -50,7 +50,8 @@ class NoRoom(StorageError):
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
-_LOOK = "look what is there with reshard-ckpt memory list, free memory, or pass Memory(folder=…)"
+_NEXT_STEP = "list what is there with reshard-ckpt memory list, free memory, or pass Memory(folder=…)"
+"""The next step in errors of the system about a node's folder."""
 
 
 class RunMemory(NamedTuple):
@@ -121,7 +122,7 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         kind = NoRoom if error.errno in _FULL else StorageError
-        raise kind(f"{path}: {error.strerror}; {_LOOK}") from error
+        raise kind(f"{path}: {error.strerror}; {_NEXT_STEP}") from error
 
 
 def files_in(folder: Path, suffix: str) -> list[Path]:
@@ -273,7 +274,7 @@ def write_atomically(path: Path, data: bytes, spare: Path | None = None) -> None
         os.replace(own, path)
     except OSError as error:
         own.unlink(missing_ok=True)
-        raise StorageError(f"{path}: {error.strerror}; {_LOOK}") from error
+        raise StorageError(f"{path}: {error.strerror}; {_NEXT_STEP}") from error
 
 
 def remove_temporaries(folder: Path) -> None:

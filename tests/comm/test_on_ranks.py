@@ -159,7 +159,7 @@ def groups_and_threads() -> dict[str, Any]:
     gone = dist.new_group([0, 1, 2, 3])
     dist.destroy_process_group(gone)
     for bad in gone, init_device_mesh("cpu", (4,)), [0, 1]:
-        with pytest.raises(UsageError, match=rf"process_group: a {type(bad).__name__} that is no process group of this job"):
+        with pytest.raises(UsageError, match=rf"process_group: this {type(bad).__name__} is not a process group of this job"):
             open_session("save", "/ckpt", process_group=bad)
     alone = [dist.new_group([r]) for r in range(4)][rank]
     result["alone"] = outcome(exchange, process_group=alone) == expected(0, 1)

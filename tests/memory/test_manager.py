@@ -720,11 +720,11 @@ def test_what_goes_while_it_is_listed_is_no_error(tmp_path: Path, memory: Memory
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, memory: Memory, shm: Path):
     folder = user_folder(str(shm)) / run_path(str(shm), str(tmp_path)).name
     folder.touch()
-    with pytest.raises(StorageError, match=f"{folder}: .*exists; look what is there"):
+    with pytest.raises(StorageError, match=f"{folder}: .*exists; list what is there"):
         Manager(tmp_path, memory=memory)
     folder.unlink()
     (folder / "alive").mkdir(parents=True, mode=0o700)
-    with pytest.raises(StorageError, match=f"{folder}: .*directory; look what is there"):
+    with pytest.raises(StorageError, match=f"{folder}: .*directory; list what is there"):
         Manager(tmp_path, memory=memory)
 
 

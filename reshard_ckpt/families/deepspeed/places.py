@@ -164,6 +164,7 @@ NOT_SHARED = frozenset({
 
 CURE_OF_FOLDERS = "convert the folder with DeepSpeed's ds_to_universal, or load it with DeepSpeed"
 CURE_OF_ENGINES = "detach(engine): DeepSpeed itself saves and loads it"
+"""The next step in errors about unsupported features, of a folder and of a live engine."""
 
 
 @contextmanager
