@@ -1,4 +1,4 @@
-"""Save and load checkpoints: the public functions. Each one calls the steps that other packages have, in order."""
+"""Save and load checkpoints: the public functions. Each one calls the functions of other packages that do its steps, in order."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ _MODULES = {
     ".resharding": "ReshardReport reshard",
     ".saving": "async_save prepare save",
 }
-"""By module, the public names that it has. A module is imported when one of its names is first used: importing all takes 0.6 s.
+"""The public names of each module. A module is imported when one of its names is first used: importing all takes 0.6 s.
 
 If torch is already imported, the modules for saving are imported at once: see the end of this file."""
 

@@ -16,7 +16,7 @@ from .selecting import matching
 
 
 def dequantizer_of(source: Source, *, verify: bool) -> Dequantizer:
-    """Find the quantized tensors of a source, for a cast of some of its tensors."""
+    """Find the quantized tensors of a source. Return a `Dequantizer`, with which a cast multiplies them by their scales."""
     apply = source.format == SAFETENSORS and may_be_quantized(source.catalog)
     return Dequantizer(source.storage, source.catalog, read_quantized(source.storage, source.catalog, apply=apply), verify)
 

@@ -40,8 +40,8 @@ def compact(
     progress
         As for `load`; the step is called "compact", and rank 0 reports the bytes of all ranks.
     process_group
-        The ranks that share the files, by their bytes. Each calls with the same path, and gets the same result. None stands for
-        all ranks. By default this process is on its own.
+        The ranks that divide the files among them, by bytes. Each calls with the same path, and gets the same result. None
+        stands for all ranks. By default this process is on its own.
     timeout_s
         Seconds to wait for the other ranks in each step.
 

@@ -100,8 +100,8 @@ def diff(
     progress
         As for `inspect`.
     process_group
-        The ranks that share the tensors, by their bytes. All get the same result. Each rank reads all values.
-        None stands for all ranks. By default this process is on its own.
+        The ranks that divide the tensors among them, about equally in bytes. All get the same result. Each rank reads all
+        values. None stands for all ranks. By default this process is on its own.
     timeout_s
         Seconds to wait for the other ranks.
 
@@ -178,10 +178,10 @@ def _changes(
 
 
 def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: bool) -> Iterator[ValueChange | Change]:
-    """Yield the values of these names that differ between two checkpoints.
+    """Yield the differences between the values that two checkpoints have under the same names.
 
-    A per-rank value that was saved for different numbers of ranks cannot be compared; it is yielded as a `Change`. Without
-    `everything`, compare only values that both catalogs contain.
+    A per-rank value that was saved for different numbers of ranks cannot be compared; for it, yield a `Change` with both
+    numbers. Without `everything`, compare only values that both catalogs contain.
     """
     small_a, small_b = _small_values(a.catalog), _small_values(b.catalog)
     for name in names:

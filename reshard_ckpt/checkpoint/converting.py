@@ -119,10 +119,10 @@ class _Conversion:
 
     @property
     def new_dtypes(self) -> dict[str, str]:
-        """Map torch's names of the saved dtypes to the dtype that most of their elements have in the result.
+        """Map each saved dtype to the dtype that most of its elements have in the result, both by torch's names.
 
-        ``""`` stands for all other dtypes. It stands for all of them if weights are dequantized, because their dtype is not the
-        one that a config names.
+        The key ``""`` stands for all other saved dtypes. If weights are dequantized it is the only key, because a config does
+        not name the dtype of quantized weights.
         """
         sizes: Counter[tuple[str, str]] = Counter()
         for name in self.catalog.names:
@@ -135,7 +135,7 @@ class _Conversion:
         return found
 
     def run_of(self, index: int) -> Run:
-        """Return the run of `catalog` that has the bytes of tensor number `index` of `written`."""
+        """Return the run of elements in `catalog` that tensor number `index` of `written` consists of."""
         return whole_run(self.catalog, index) if self.unstacked is None else self.unstacked.runs[index]
 
     def run_bytes(self, runs: Sequence[Run]) -> Iterator[memoryview]:
@@ -181,7 +181,7 @@ def convert(
 ) -> ConvertReport:
     """Write a checkpoint in another format. Memory is bounded at any size; `dst` appears whole, or not at all.
 
-    One process does all of it, or the ranks of a process group share it by bytes and write the same files.
+    One process does all of it, or the ranks of a process group divide the bytes among them; the files are the same.
 
     Parameters
     ----------
@@ -377,7 +377,10 @@ def _without_entries(catalog: Catalog) -> set[str]:
 
 
 def _places_of_others(catalog: Catalog) -> set[str]:
-    """Return the names of empty values that have other names in them: some ranks had None or an empty dict or list there."""
+    """Return the names of empty values below which the catalog has other names.
+
+    Such a value comes from ranks that had None or an empty dict or list where other ranks had a filled dict or list.
+    """
     names = (*catalog.names, *catalog.value_names)
     above, paths = Prefixes(names), paths_of_values(catalog)
     found = [one for one in catalog.values_table if one.kind is ValueKind.PLAIN and above.include(one.name)]
@@ -417,7 +420,7 @@ def parse_size(size: int | str) -> int:
 
 @contextmanager
 def _made(comm: Comm, place: AbstractContextManager[Any]) -> Iterator[Any]:
-    """Enter a `new_file` or `new_folder` on rank 0, and yield on all ranks the path or paths that it yields. Collective.
+    """Enter the context manager `place` (`new_file` or `new_folder`) on rank 0, and yield its result on all ranks. Collective.
 
     Once a rank has left the block, the result is in its place.
     """

@@ -35,7 +35,7 @@ def step_in(values: Iterable[ValueSpec | ValueEntry]) -> int | None:
 
 
 class Loaded(NamedTuple):
-    """The outcome of a load from a checkpoint, wholly or in part: its step if known, the report, and its `LoadedStep.tier`."""
+    """The outcome of a load: the step of the checkpoint (None if unknown), the report, and the tier, as in `LoadedStep.tier`."""
 
     step: int | None
     report: LoadReport
@@ -75,7 +75,7 @@ class OfPath:
         return self.newest() == step
 
     def newest(self) -> int | None:
-        """Return the step of the checkpoint, by the value called ``step``, or by the number at the end of the path."""
+        """Return the step of the checkpoint: its value called ``step``, or else the number at the end of the path."""
 
         def look() -> int | None:
             found = step_in(read_catalog(self.path).values_table)

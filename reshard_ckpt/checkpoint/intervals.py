@@ -25,9 +25,9 @@ class GoodputReport:
     job
         The figures that were used.
     best
-        Its intervals, and the shares of time that it loses, by cause.
+        The job's best intervals, and the shares of time that it loses, by cause.
     alternatives
-        For each improvement, in words, the best intervals of the job with it.
+        For each improvement (a description in words), the best intervals of the improved job.
     """
 
     job: JobFigures

@@ -59,7 +59,7 @@ class Plan:
     not_loaded
         The names of the tensors of `dst` that are not loaded.
     unfit
-        The problems with the values of this rank that the options allow.
+        A line for each value of `dst` that does not fit on this rank, although the options allow that.
     checked
         The runs of this rank that other ranks hold too, as the first comparison found them; None before it.
     """
@@ -269,7 +269,7 @@ class Job:
 
     @property
     def lost_values(self) -> dict[str, list[int]]:
-        """By name of a `PerRank` value, the ranks whose own value is lost: no rank of the source has it."""
+        """Names of `PerRank` values, mapped to the ranks whose own value is lost because no rank of the source has it."""
         return self._values.lost
 
     @interrupts_held()
@@ -401,7 +401,9 @@ class Job:
             comm.gather(b"")
 
     def _make_spares(self, opened: Opened) -> Spares:
-        """Allocate the memory that staged tensors are received into: with ``staged=True`` all tensors, else only tied ones.
+        """Allocate the memory into which staged tensors are received.
+
+        With ``staged=True`` all tensors are staged, else only tensors of `dst` that share memory with each other.
 
         A tensor whose memory is that of its source receives nothing, so it needs no other memory.
         """

@@ -94,7 +94,10 @@ class Opened(NamedTuple):
         return *wanted_names(self.target), *self.ignored
 
     def addresses(self) -> list[tuple[int, int, Ints]]:
-        """List the address, the base and the strides of each piece in memory. They may change while the layout stays."""
+        """List the address of each piece's tensor in memory, and the piece's `base` and `strides` there.
+
+        They may change while the layout stays the same.
+        """
         pieces = (row for local in (self.held, self.wanted) for _, row in local.rows)
         return [(row.tensor.data_ptr(), row.piece.base, row.piece.strides) for row in pieces]
 

@@ -153,7 +153,8 @@ def load_wanted(
     Parameters
     ----------
     as_saved
-        Names of the formats that keep the tensors' names of the other library; by default all formats with that option.
+        Names of the formats to open with their option ``as_saved``, so that tensors keep the names of the other library; by
+        default all formats that have this option.
     rename
         Takes the open catalog, and returns a function from a saved name to the name in the target.
     verify_first, read_once, process_group

@@ -28,7 +28,7 @@ from .selecting import match_names
 
 
 def read_values(path: Path, chosen: Callable[[str], bool]) -> tuple[Catalog, dict[str, Any]]:
-    """Return a checkpoint's catalog, and by name the values whose names `chosen` accepts."""
+    """Return a checkpoint's catalog, and a dict of the values for whose names `chosen` returns True."""
     with open_source(path) as source:
         names = [name for name in source.catalog.value_names if chosen(name)]
         values = plain_values(source.storage, source.catalog, names)
@@ -58,8 +58,8 @@ def verify(
     progress
         As for `load`; the step is called "verify", and then "sha256".
     process_group
-        The ranks that share the reading, by bytes. All get the same report. None stands for all ranks. By default this process is
-        on its own.
+        The ranks that divide the reading among them, by bytes. All get the same report. None stands for all ranks. By default
+        this process is on its own.
     timeout_s
         Seconds to wait for the other ranks.
 

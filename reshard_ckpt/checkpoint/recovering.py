@@ -57,7 +57,7 @@ class RecoveryReport:
         The step that the state is at; None if nothing tells it.
     bytes_from
         Bytes of tensors that all ranks want, by their source: ``"self"`` (the rank had them), ``"rank"`` (live memory of another
-        rank), ``"memory"`` and ``"peer"`` (checkpoints in the memory of the own node, and of other nodes), ``"store"``.
+        rank), ``"memory"`` and ``"peer"`` (checkpoints in the memory of the rank's node, and of other nodes), ``"store"``.
     went_back
         The reason why all ranks went back to a checkpoint; empty if the survivors kept their state.
     lost_values
@@ -104,7 +104,7 @@ class Recovery:
     checkpoints
         The checkpoints to fall back on.
     session
-        The options of every session.
+        The ``process_group`` and ``timeout_s`` for every `open_session` and every load of the recovery.
     """
 
     def __init__(
@@ -389,9 +389,10 @@ def _kept(name: str, rank: int) -> str:
 
 
 def _are_renumbered(live: Sequence[Any], saved: Sequence[Any], rank: int) -> bool:
-    """Tell whether the survivors have new rank numbers: one of them holds the `PerRank` value that was saved for `rank`.
+    """Tell whether survivors have new rank numbers: another rank than `rank` holds the `PerRank` value saved for `rank`.
 
-    A survivor for which the same value was saved, such as an equal seed, does not count.
+    `live` has the value of each rank now, None without a survivor; `saved` has those of the checkpoint. A rank that was saved
+    with an equal value, such as the same seed, does not count.
     """
     if len(live) != len(saved):
         return False

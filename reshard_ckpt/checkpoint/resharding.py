@@ -68,8 +68,8 @@ class ReshardReport:
         Bytes of the old checkpoint that the new one is made of, and the bytes that were read for them. More are read, because
         whole blocks are verified.
     idle_axes
-        Axes that the saved mesh does not have and that divide no tensor, so that all ranks along them hold the same bytes. A rule
-        divides tensors along them.
+        Axes that the saved mesh does not have and that divide no tensor, so that all ranks along them hold the same bytes. To
+        divide tensors along such an axis, add a rule.
     dry_run
         True if nothing was written.
     """
@@ -287,7 +287,10 @@ def _check_target(source: Storage, target: Storage) -> None:
 
 
 def orders_of_groups(source: Source, catalog: Catalog, names: Sequence[str]) -> dict[str, list[str]]:
-    """Map each optimizer to its parameters in order, as its saved groups have them. Groups that `names` lacks are left out."""
+    """Map each optimizer to its parameters, in the order of its saved parameter groups.
+
+    Groups whose names are not in `names` are left out.
+    """
     groups = [name for name in names if optimizer_of(name) is not None]
     values = open_values(source.storage, catalog, groups, verify=True)
     return dict(group_orders({name: value.value for name, value in values.items()}))

@@ -2,14 +2,15 @@
 
 `run_save` is the story of each save. All ranks go through its steps, and so through the same collectives, in this order:
 
-1. Meet: open the session (a gather). Ranks that call another function, or with another `replicas`, are told so. An incremental
-   save opens its base (a gather and a broadcast) once the state is captured; before that, rank 0 of a `Manager` broadcasts which.
+1. Meet: open the session, a `Comm` for this call alone (a gather). Ranks that call another function, or with another `replicas`,
+   are told so. An incremental save opens its base (a gather and a broadcast) once the state is captured; before that, rank 0 of a
+   `Manager` broadcasts the path of the base.
 2. Wait for the previous save of this process.
 3. Capture the state on this rank. With `exclude`, compare its unused patterns (a gather and a broadcast). With `first_metadata`,
    rank 0 broadcasts the metadata that it made.
 4. Agree (`agreement`: a gather and a broadcast, then a gather and a scatter if rank 0 asks for them). With `compare_first`,
-   compare replicas (a gather and a broadcast), and if some differ, capture and agree again. With `rows`, choose them
-   (`touched`: a gather and a broadcast, and an exchange).
+   compare replicas (a gather and a broadcast), and if some differ, capture and agree again. With `rows`, choose the table rows
+   to write (`touched`: a gather and a broadcast, and an exchange).
 5. Write this rank's files: from the tensors, or from a copy that a thread makes (`async_save`). A save to memory has collectives
    of its own here (`memory.tier`).
 6. Commit (a gather of receipts), and leave the session (a gather).
@@ -216,7 +217,10 @@ def run_save(
 
 
 def _with_chosen_rows(job: SaveJob, tables: Sequence[Table]) -> SaveJob:
-    """Choose the rows of tracked tables to save; return a job that writes only these. Collective: `touched` lists the calls."""
+    """Choose the rows to save of the tables that `rows=` tracks; return a `SaveJob` that writes of these tables only such rows.
+
+    Collective: `touched` lists the calls.
+    """
     options, base = job.options, job.base
     assert options.rows is not None
     rows = choose(

@@ -22,7 +22,7 @@ _MAX_TENSORS, _MAX_ELEMENTS = 4, 4096
 
 
 class StepSample:
-    """A sample of this rank's state: elements of parameters and of optimizer state, or without optimizers of any float tensors.
+    """A sample of this rank's state: elements of parameters and of optimizer state; without optimizers, of any float tensors.
 
     Parameters
     ----------

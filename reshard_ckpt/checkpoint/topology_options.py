@@ -22,7 +22,7 @@ MAX_RULES_BYTES = 16 << 20
 
 
 def mesh_of(option: str, mesh: Mapping[str, int]) -> Mesh:
-    """Make a mesh from axes and their sizes; without axes it is a single rank.
+    """Make a mesh from axes and their sizes; without axes it is a single rank. `option` is the option's name, for errors.
 
     >>> mesh_of("mesh", {"dp": 2, "tp": 4})
     Mesh(axes=('dp', 'tp'), sizes=(2, 4))
@@ -140,7 +140,7 @@ def renamed_catalog(source: Source, rename: Mapping[str, str] | Callable[[str], 
 
 
 def idle_axes(saved: Catalog, mesh: Mesh, placements: Mapping[str, Sequence[AxisPlacement]]) -> tuple[str, ...]:
-    """List the axes of a new mesh that the saved mesh lacks and that divide no tensor: all ranks along one hold the same."""
+    """List the axes of a new mesh that the saved mesh lacks and that divide no tensor, as in `ReshardReport.idle_axes`."""
     saved_axes = set() if saved.mesh is None else set(saved.mesh.axes)
     dividing = {of.axis for where in placements.values() for of in where if of.kind != "replicate"}
     several = [axis for axis, size in mesh.by_axis.items() if size > 1]
