@@ -86,7 +86,7 @@ class AttemptLog:
 
 
 def estimate_mtbf(earlier: list[Attempt], own_s: float = 0.0) -> float:
-    """Divide the running time of all attempts by the number of failures. `PRIOR_S` and one failure are added to both.
+    """Add `PRIOR_S` to the seconds that all attempts ran, and divide the sum by the number of failures plus one.
 
     >>> day = 86400.0
     >>> estimate_mtbf([]) / day, estimate_mtbf([Attempt(0, 3 * day), Attempt(0, 4 * day, closed=True)]) / day

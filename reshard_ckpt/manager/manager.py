@@ -83,16 +83,16 @@ class Manager(RunSteps):
     max_overhead
         For ``"auto"``: the largest share of time that saves may cost.
     target_pls
-        For ``"auto"``, in a run that recovers by ``recover(policy="partial")``: the portion of lost samples that it may reach.
-        Then the interval is at least ``2 × target_pls × ranks × mtbf``, as such a run loses no steps in a failure.
+        For ``"auto"``, in a run that recovers by ``recover(policy="partial")``: the portion of lost samples that the run may
+        reach. Then the interval is at least ``2 × target_pls × ranks × mtbf``, as such a run loses no steps in a failure.
     grace
         In an object store, which has no locks: how long the files of a removed checkpoint stay there after its catalog is gone,
         for jobs that are reading them. A later save, or the next manager, removes them. 0 removes them at once.
     on_failure, max_failures
-        ``"raise"``: the next save raises the error of a background save that failed. ``"warn"``: all ranks warn of it alike when
-        the next save begins, and training goes on; `failures` lists these errors, and the reports of saves count them. Once
-        ``max_failures`` saves in a row (by default 3) have failed, that is raised. ``save``, and ``result()`` of a handle,
-        always raise.
+        ``"raise"``: the next save raises the error of a background save that failed. ``"warn"``: when the next save begins, all
+        ranks give the same warning about it, and training goes on; `failures` lists these errors, and the reports of saves count
+        them. Once ``max_failures`` saves in a row (by default 3) have failed, an error is raised. ``save``, and ``result()`` of a
+        handle, always raise.
     incremental
         Each save writes only the blocks that changed since the step that was saved or loaded last; see ``base=`` of `save`.
     full_every

@@ -64,12 +64,12 @@ def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> tuple[int, boo
     Parameters
     ----------
     begun
-        By step, the tags of the saves that this process has begun.
+        Steps, mapped to the tags of the saves that this process has begun.
 
     Returns
     -------
     tuple
-        The step, and whether it is beyond all steps of the run.
+        The step, and whether it is greater than all steps of the run.
     """
     with open_session("choose a step for", f"{run.path(0)} {tag}") as comm:
         step, newest = value_of_first(comm, lambda: (_free_step(run, tag, begun), max(run.steps(), default=-1)))
@@ -90,7 +90,7 @@ def _free_step(run: Manager, tag: str, begun: Mapping[int, str]) -> int:
 
 
 def close_run(run: Manager) -> None:
-    """Send the newest checkpoint of a run to its storage path, and close it. Collective."""
+    """Write the newest checkpoint of a run to its storage path, and close the run. Collective."""
     if run in RUNS:
         RUNS.remove(run)
         run.close()

@@ -51,7 +51,7 @@ class Preemption:
     Parameters
     ----------
     root, session
-        The path of the run, and the options of every session.
+        The path of the run, and the ``process_group`` and ``timeout_s`` for every `open_session`.
     pending
         The saves in progress.
 
@@ -73,14 +73,14 @@ class Preemption:
         self._only_records = self._is_recorded = False
 
     def finish_saves(self, grace_s: float, held: ExitStack) -> None:
-        """Install the handler that finishes the save in progress within `grace_s` seconds; closing `held` removes it."""
+        """Install the handler that finishes the save in progress within `grace_s` seconds. Closing `held` removes the handler."""
         self._grace_s = grace_s
         self._install(held)
 
     def reached(self, held: ExitStack) -> bool:
         """Return whether all ranks have agreed to stop.
 
-        The first call is collective, and installs the signal handler; closing `held` removes it.
+        The first call is collective, and installs the signal handler; closing `held` removes the handler.
         """
         if self._stop is None:
             self._stop = self._watch(held)

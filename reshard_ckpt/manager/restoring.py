@@ -1,7 +1,7 @@
 """Loading the checkpoints of a run, from memory or the store: a given step, or the newest whole one.
 
-1. Rank 0 finds the newest step in the store that counts. All nodes together find the newest generation in memory that is not
-   older than it. With a memory tier, one session does both.
+1. Rank 0 finds the newest step in the store that counts. All nodes together find the newest generation (a step in the memory of
+   nodes) that is not older. With a memory tier, one session (a `Comm` for one call) does both.
 2. If there is such a generation, it is loaded, and verified while it is read. If it is damaged, all copies in memory are
    verified, and the next older whole generation is taken.
 3. Otherwise the step in the store is loaded. If it is damaged or gone, it is passed over with a warning, and the next older one
@@ -74,7 +74,7 @@ class Restoring:
     is_first
         Whether this is rank 0, which warns of checkpoints that are passed over.
     session
-        Options of every session.
+        The ``process_group`` and ``timeout_s`` for every `open_session` and every load.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Restoring:
     ) -> T | None:
         """Return the result of `call` with a generation (a step in the memory of nodes); None if the generation is damaged.
 
-        If its copies had been verified before (`verify`), it is added to `passed`.
+        A damaged generation is added to `passed` if all its copies were verified before the call (`verify`).
         """
         step = found.generation.step
         try:

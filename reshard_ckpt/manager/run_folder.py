@@ -166,7 +166,7 @@ def checked_full_every(full_every: int, memory: Memory | None) -> int:
 
 @contextmanager
 def take_lock(storage: Storage) -> Iterator[tuple[bool, Lock | None]]:
-    """Lock a run's root during the ``with`` block; yield whether it ever had a manager, and the lock.
+    """Lock a run's root during the ``with`` block; yield whether the root ever had a manager, and the lock.
 
     If the file system has no locks, warn, and yield None as the lock. Raise `UsageError` if another manager holds the lock.
     """

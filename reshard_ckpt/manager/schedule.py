@@ -125,12 +125,12 @@ Interval = Callable[[SaveCosts], float | None]
 
 
 class SaveSchedule:
-    """The saves of a run by the clock of rank 0.
+    """Decides when the next save of a run is due, by the clock of rank 0.
 
     Parameters
     ----------
     interval
-        Returns the seconds between two saves.
+        Returns the seconds between two saves, from the measurements of rank 0.
     warm_up_steps
         Steps to time before the first save, at least 1.
     agree

@@ -41,7 +41,8 @@ class Sizes:
     num_kept
         Number of checkpoints that the run keeps, at the end of `steps`.
     run_bytes, peak_bytes
-        Bytes of these on disk; the peak has one more checkpoint, which is complete before an older one is removed.
+        Bytes of all kept checkpoints on disk; the peak has one more, because a new checkpoint is complete before an older one is
+        removed.
     rank_bytes
         Bytes that one rank writes for a checkpoint.
     staging_rank_bytes, staging_node_bytes

@@ -28,7 +28,7 @@ from ..errors import PeerError
 _SLICE_S = 0.05
 _FAREWELL_S = 5.0
 _NEVER = -1
-"""Stands for the number of steps of a rank that takes no further one; also the decision, if any rank has posted it."""
+"""Posted by a rank that takes no further step, in place of its number of steps. Then it is also the decision: no rank stops."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def open_stop(
     Parameters
     ----------
     name
-        The same on all ranks; no other stop may have it.
+        A name for this stop, the same on all ranks; no other stop may have it.
     wanted
         Returns whether this rank has been told to stop; called again and again in another thread.
     process_group, timeout_s
@@ -62,7 +62,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
     Parameters
     ----------
     store
-        The same on all ranks; nothing else may use its keys.
+        The key-value store in which ranks post messages, the same on all ranks; nothing else may use its keys.
     wanted
         Returns whether this rank has been told to stop; called in the thread.
     timeout_s

@@ -41,7 +41,8 @@ class _Listing(NamedTuple):
     committed
         The folder of each committed step.
     removed
-        By folder, when a step was removed, in seconds since 1970; only steps whose time of grace for readers has ended.
+        Folders of removed steps, mapped to the time of the removal in seconds since 1970; only steps whose time of grace for
+        readers has ended.
     needed
         Keys, from the root, of files of other steps that must stay, because a removed step refers to them whose time of grace has
         not ended.
