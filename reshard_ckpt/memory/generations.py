@@ -48,7 +48,8 @@ class Generation:
     catalog
         The bytes of the catalog, as they would be on disk; empty if the file is damaged.
     holders
-        By key of a shard file: ids of the nodes that held it at the commit. Slots may have been refilled since.
+        The key of each shard file, mapped to the ids of the nodes that held the file at the commit. Slots may have been refilled
+        since.
     older
         Ids of the saves of the same step that memory and the store had at the commit. If the store has any other save of the
         step, that one is newer.

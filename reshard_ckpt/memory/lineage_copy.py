@@ -1,4 +1,4 @@
-"""The copy of a run's lineage on a node, kept while the store refuses the lineage.
+"""The copy of a run's lineage (the note about the saves that count) on a node, kept while the store refuses the lineage.
 
 Without it, a job that is killed before the store has taken the lineage would not find its own checkpoints in memory.
 

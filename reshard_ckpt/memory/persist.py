@@ -107,7 +107,9 @@ def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_
 def persist(
     comm: Comm, images: NodeImages, generation: Generation, own_keys: Sequence[str], storage: Storage, *, grace_s: float
 ) -> bool:
-    """Write a checkpoint (generation) from memory to the store, each rank its own files. Return False if it was there already.
+    """Write a generation (a checkpoint in the memory of nodes) to the store, each rank its own files.
+
+    Return False if the store had the checkpoint already.
 
     Collective: the module's docstring lists the messages.
 

@@ -262,7 +262,7 @@ class SlotPool:
             self._empty({save_id})
 
     def _empty(self, save_ids: Collection[str]) -> None:
-        """Mark the slots of some saves as not filled and free."""
+        """Erase the headers of the slots of these saves, and mark the slots as free for the next saves."""
         for held in self._all():
             if held.save_id in save_ids:
                 held.void()

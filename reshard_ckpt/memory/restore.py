@@ -201,7 +201,8 @@ def _own(owners: dict[str, list[int]], keys: Sequence[str], topology: Topology, 
 class _Told:
     """The facts of all nodes about a generation (checkpoint in memory), such as its number of files and their owners.
 
-    `knowing` are the ranks that have its file undamaged. `is_lost` says that some file was only on nodes that have left the job.
+    `knowing` are the ranks whose node has the generation file undamaged. `is_lost` says that some shard file was only on nodes
+    that have left the job.
     """
 
     num_files: int = 0

@@ -66,7 +66,7 @@ class MemoryHandle(SaveHandle):
 class MemoryRun:
     """The memory tier of one run on one rank: saves to the memory of nodes, and restores from it.
 
-    All ranks make it together, inside of a session.
+    All ranks make it together, with an open `Comm`.
 
     Parameters
     ----------
