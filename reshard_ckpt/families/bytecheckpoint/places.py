@@ -31,7 +31,7 @@ class FlatPart:
 
 
 FlatParams = Mapping[str, tuple[FlatPart, ...]]
-"""By the name of a flat parameter of FSDP1, the parameters that lie in it."""
+"""Maps the name of each flat parameter of FSDP1 to the parameters that lie in it."""
 
 
 def flat_params(notes: Any, where: str) -> FlatParams:

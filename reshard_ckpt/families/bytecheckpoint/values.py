@@ -28,7 +28,7 @@ def add_extra_state(builder: CatalogBuilder, storage: Storage) -> tuple[Storage,
     Storage
         The store that serves the tensors of the extra state, too.
     dict of str
-        Advice for loads that miss a name, by the name that it concerns.
+        Names, each mapped to advice for a load that does not find it.
     """
     found = {int(match[1]): key for key, _ in storage.list() if (match := _FILE.fullmatch(key))}
     if not found:

@@ -64,7 +64,7 @@ def chosen_by(config: Mapping[str, Any]) -> Chosen | None:
 def _enabled(block: Any, *, by_default: bool) -> Mapping[str, Any] | None:
     """Return a block of DeepSpeed's config as a dict; None if it is missing or disabled.
 
-    A block without the key ``enabled`` counts as `by_default` says: in DeepSpeed, only ``nebula`` needs the key.
+    A block without the key ``enabled`` is enabled if `by_default` is True: in DeepSpeed, only ``nebula`` needs the key.
     """
     if block is None or block is False:
         return None

@@ -176,9 +176,10 @@ class Engine:
     Parameters
     ----------
     engine
-        The engine whose checkpoints these are.
+        The DeepSpeed engine whose state is saved.
     stock
-        The checkpoint engine that it replaces. It still handles files that are not a checkpoint, such as ``save_16bit_model``.
+        DeepSpeed's own checkpoint engine, which this one replaces. It still handles files that are not a checkpoint, such as
+        those of ``save_16bit_model``.
     host_buffer_bytes, timeout_s
         As for `checkpoint.async_save`.
     nebula

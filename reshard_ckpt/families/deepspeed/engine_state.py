@@ -182,7 +182,7 @@ class EngineState:
         return model, state
 
     def _entries(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield this rank's optimizer state: of each tensor or value, the FQN of its parameter, its key, and the part here."""
+        """Yield this rank's optimizer state: the FQN of a parameter, a key of its state, and the shard or value at that key."""
         if self._optimizer is None:
             return
         flat = self.optimizer_state
@@ -202,7 +202,7 @@ class EngineState:
                         yield fqn, key, value.clone() if isinstance(value, torch.Tensor) else value
 
     def _entries_apart(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield state of an optimizer that does not flatten: torch's own state, and master weights, as FQN, key and part."""
+        """Yield FQN, key, and shard or value of an optimizer that does not flatten: of torch's own state, and master weights."""
         state = base_optimizer(self._engine).state
         for param, owner in chain.from_iterable(self._apart()):
             fqn = self.names[param]
@@ -215,7 +215,7 @@ class EngineState:
                 yield fqn, key, self._parallel.whole(fqn, value) if is_part else value
 
     def _apart(self) -> Iterator[list[tuple[Any, Any]]]:
-        """Yield for each group a list of pairs, if the optimizer does not flatten parameters: a parameter and its owner.
+        """Yield a list for each group of an optimizer that does not flatten parameters: pairs of a parameter and its owner.
 
         The owner is the tensor that torch's optimizer updates: the parameter itself, or its master weights.
         """
@@ -226,7 +226,10 @@ class EngineState:
             yield list(zip(group, owned, strict=True))
 
     def _module_parts(self, trained: set[str]) -> Iterator[tuple[str, Any]]:
-        """Yield this rank's parameters without saved master weights, as FQN and shard. `trained` has the FQNs with saved ones."""
+        """Yield the FQN and the shard of each parameter on this rank whose master weights are not saved.
+
+        `trained` has the FQNs of the parameters whose master weights are saved in flat tensors.
+        """
         apart = chain.from_iterable(self._apart()) if self._optimizer is not None and self._flat is None else ()
         # Skip parameters whose master weights are saved.
         skipped = trained | {self.names[param] for param, owner in apart if owner is not param}
@@ -269,7 +272,8 @@ class EngineState:
         Parameters
         ----------
         kinds
-            By parameter and key: whether the saved state has the parameter's shape, and its dtype.
+            For each FQN of a parameter and each key of its saved state: whether the state has the parameter's shape, and the
+            state's dtype.
         """
         base = base_optimizer(self._engine)
         for names, owner in self._owners():
@@ -282,7 +286,7 @@ class EngineState:
                     )
 
     def _owners(self) -> Iterator[tuple[Sequence[str], Any]]:
-        """Yield each tensor that torch's optimizer updates, after the names of the parameters that lie in it."""
+        """Yield pairs for the tensors that torch's optimizer updates: the names of the parameters in a tensor, and the tensor."""
         if self._flat is not None:
             owners = next(getattr(self._optimizer, key) for key in FLAT_OWNERS if hasattr(self._optimizer, key))
             yield from zip((params.names for params in self._flat), owners, strict=True)
@@ -335,7 +339,7 @@ class EngineState:
 
 
 def _update_stripes(optimizer: Any) -> None:
-    """Copy the master weights of ZeRO-3 to its stripes, as its own ``load_state_dict`` does."""
+    """Copy the master weights of ZeRO-3 to this rank's stripes of the parameters, as ZeRO-3's ``load_state_dict`` does."""
     for flat, masters, parts in zip(
         optimizer.fp16_partitioned_groups_flat,
         optimizer.fp32_partitioned_groups_flat,

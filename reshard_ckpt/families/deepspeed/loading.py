@@ -33,7 +33,7 @@ Kinds = dict[str, dict[str, tuple[bool, torch.dtype]]]
 
 
 def kinds_of_state(saved: Catalog) -> Kinds:
-    """Return, by parameter and key of the saved optimizer state, whether the state has the parameter's shape, and its dtype."""
+    """Return for each FQN and key of the saved optimizer state whether it has the parameter's shape, and the state's dtype."""
     found: Kinds = {}
     for name, link in saved.links().items():
         if link.optimizer != OPTIMIZER:
@@ -48,7 +48,7 @@ def kinds_of_state(saved: Catalog) -> Kinds:
 
 
 def value_keys(saved: Catalog) -> dict[str, tuple[Any, ...]]:
-    """Return the path (a tuple of keys) of each tensor and value that DeepSpeed or the user saved below `ROOT`, by its name."""
+    """Map the name of each tensor and value that DeepSpeed or the user saved below `ROOT` to its path (a tuple of keys)."""
     found = {name: tuple(name.split(".")) for name in saved.names if name.startswith(f"{ROOT}.")}
     return found | {name: path for name, path in paths_of_values(saved).items() if name.startswith(f"{ROOT}.")}
 
@@ -180,7 +180,7 @@ def _around(engine: Any, method: str) -> None:
 def _wanted(
     saved: Catalog, held: EngineState, kinds: Kinds, *, with_optimizer: bool
 ) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-    """Return the tensors to load into, and the saved numbers to read: by name, the parameter and the key of each.
+    """Return a tree of the tensors to load into, and the FQN and key of each saved number to read, by the number's name.
 
     A flat group has one number, such as the step, for all of its parameters; the checkpoint has one for each parameter, as a
     tensor or as a value.
@@ -210,7 +210,7 @@ def _is_scalar(value: Any) -> bool:
 def _values(found: Saved, numbers: Mapping[str, tuple[str, str]]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Read all values: the groups of the optimizer, below `ROOT` the tree of DeepSpeed's and the user's values, and `numbers`.
 
-    The numbers are returned by parameter and key.
+    Return a dict of the groups and the tree, and the numbers by parameter and key.
     """
     keys = value_keys(found.catalog)
     groups = [name for name in [GROUPS_NAME] if name in found.catalog.value_names]

@@ -55,7 +55,7 @@ def tied_names(layers: Mapping[str, FileTensor], builder: CatalogBuilder, storag
 
     Returns
     -------
-    The name of the tied module's tensor, by the name that begins with the layer's number.
+    A dict from names that begin with a layer's number to names of tied modules' tensors.
     """
     shapes = {name: tensor.shape for name, tensor in builder.tensors.items()}
     tied = [name for name in shapes if name.startswith(f"{MODEL}.{TIED}")]

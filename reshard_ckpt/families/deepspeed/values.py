@@ -113,7 +113,10 @@ class GroupTensors:
         self._known: dict[tuple[str, torch.dtype], NDArray[np.int64]] = {}
 
     def _numbers(self, key: str, dtype: torch.dtype) -> NDArray[np.int64]:
-        """Return by parameter the number of its tensor for one key of the state; -1 if the parameter is unreadable."""
+        """Return for each parameter the number of its tensor (the master, or an entry of its state) in the catalog.
+
+        The number is -1 if the parameter is unreadable.
+        """
         if (key, dtype) not in self._known:
             numbers = []
             for fqn, shard in zip(self.params.names, self.shards, strict=True):
@@ -124,7 +127,7 @@ class GroupTensors:
         return self._known[key, dtype]
 
     def add(self, file: TorchFile, key: str, tensor: PickledTensor, runs: Runs) -> None:
-        """Add all parameters' runs in one flat tensor of a file, which has this key of the state."""
+        """Add one flat tensor of a file: the runs of all parameters in it. `key` is its key in the state, as ``exp_avg``."""
         numbers = self._numbers(key, tensor.dtype)
         if not tensor.is_row_major:
             raise CorruptError(

@@ -38,7 +38,7 @@ class FabricSaves(_Strategy):  # type: ignore[misc]
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save a state. `filter` has a function by the key of a module; a tensor for which this returns False is left out."""
+        """Save a state. `filter` maps a module's key to a function of a tensor's name and the tensor; False leaves it out."""
         if storage_options is not None:
             raise UsageError("storage_options: are for Lightning's CheckpointIO, which is not used here; leave them out")
         left_out: list[str] = []
@@ -56,9 +56,10 @@ class FabricSaves(_Strategy):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load into the objects of a state, put its values into it, and return the values that it lacks.
+        """Load a checkpoint into the modules and optimizers of a state, and set the state's other values from it.
 
-        Without a state, return everything, with whole tensors.
+        Return the checkpoint's values for which the state has no key. Without a state, return everything in the checkpoint, with
+        whole tensors.
         """
         path = str(self.broadcast(path))
         if isinstance(state, nn.Module | Optimizer) or not is_ours(path):

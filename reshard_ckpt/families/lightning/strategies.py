@@ -24,7 +24,7 @@ STRATEGIES: dict[str, tuple[type, str, str]] = {
     "ReshardFabricFSDPStrategy": (FabricSaves, "fabric", "FSDPStrategy"),
     "ReshardFabricModelParallelStrategy": (FabricSaves, "fabric", "ModelParallelStrategy"),
 }
-"""By name of a strategy here: the class that saves and loads, and the part and name of Lightning's strategy below it."""
+"""For the name of each strategy here: the class that saves and loads; and of Lightning's strategy, the part and the name."""
 
 
 @cache

@@ -172,7 +172,11 @@ def object_key(name: str) -> str | None:
 
 
 def key_of_object(name: str) -> str | None:
-    """Return the key of an object by its name; None if the name is not that of an object."""
+    """Return the key of the `ShardedObject` that has this name in a checkpoint; None if no object has such a name.
+
+    >>> key_of_object("rng_state/shard_0.1_2.2"), key_of_object("args.seed")
+    ('rng_state', None)
+    """
     found = _OBJECT.fullmatch(name)
     return None if found is None else found[1]
 
@@ -186,7 +190,8 @@ def replica_name(name: str) -> str:
 def check_objects(names: Iterable[str], claims: Iterable[str]) -> None:
     """Check that every object has a main replica, which is the one that is saved.
 
-    A name has the shape of the grid of its key's objects, and so their number; as many must have been offered.
+    The name of an object has the shape of the grid of all objects with its key, and so their number; `names` must have as many.
+    `claims` are the names of objects by other replicas (`replica_name`).
 
     Raises
     ------

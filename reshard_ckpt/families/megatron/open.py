@@ -83,7 +83,7 @@ def open_megatron(storage: Storage, key: str | None, *, named: bool = False) -> 
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
-    """Return advice on how to load an optimizer that was saved as buckets; empty if there are no buckets."""
+    """Map the optimizer's name to advice on how to load an optimizer saved as buckets; empty if there are no buckets."""
     bucket = next((name for name in catalog.names if is_bucket(name)), None)
     if bucket is None:
         return {}
@@ -94,7 +94,7 @@ def _advice(catalog: Catalog) -> dict[str, str]:
 
 
 def _latest(storage: Storage) -> str | None:
-    """Return the folder that the root of a run names as its newest; None if the folder is not the root of a run.
+    """Return the folder that ``latest_checkpointed_iteration.txt`` names in the root of a run; None for any other folder.
 
     The roots of verl and of ByteCheckpoint have a file of this name too, beside folders that Megatron does not make.
     """
@@ -167,7 +167,7 @@ class _Folder:
     saved: Metadata
     builder: CatalogBuilder
     groups: dict[tuple[Any, ...], list[Any]] | None = None
-    """By path, the groups of optimizers whose state lies in named buckets; None if buckets keep their keys."""
+    """The groups, by path, of optimizers whose state in buckets is to be named by parameter; None if buckets keep their keys."""
     raw: dict[str, RawValue] = field(default_factory=dict)
 
     def add_tensors(self) -> None:

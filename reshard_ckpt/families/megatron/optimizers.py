@@ -109,7 +109,7 @@ def _whole(tree: Node, optimizer: Any) -> Leaf:
 
 @dataclass(frozen=True)
 class ChainMember:
-    """One distributed optimizer, alone or in a chain. `parameters`: by a parameter's `id`, its `ShardedTensor` or factory."""
+    """One distributed optimizer, alone or in a chain. `parameters` maps a parameter's `id` to its `ShardedTensor` or factory."""
 
     optimizer: Any
     parameters: Mapping[int, Any]
@@ -213,9 +213,9 @@ def _own_part(saved: Sequence[dict[str, Any]], number: int, num: int, own_groups
     """Build the common state of one of `num` chained optimizers.
 
     If experts are parallel, a job has a second optimizer, with groups for the experts; otherwise one optimizer has all groups.
-    If a job of the other kind saved the checkpoint, the number of optimizers differs. Then every group is offered twice: once for
-    the other kind of parameters, and after that as it was saved. If two groups are for the same parameters, the last one counts,
-    as in Megatron.
+    If a job of the other kind saved the checkpoint, the number of optimizers differs. Then every saved group is listed twice:
+    once for the other kind of parameters, and after that as it was saved. If two groups are for the same parameters, the last one
+    counts, as in Megatron.
     """
     parts = [saved[number]] if len(saved) == num else saved
     groups = [group for part in parts for group in _groups(part) or ()]

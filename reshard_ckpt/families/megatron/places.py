@@ -271,8 +271,8 @@ class Cut:
     dim
         The dim that is cut, in the order of ranks; None if every rank has the whole tensor.
     sections
-        The number of equal sections that the rows consist of, each cut by itself. None means: 2 if the tensor has twice as many
-        rows as the ``linear_fc2`` beside it has columns, as with SwiGLU, else 1.
+        The number of equal parts of dim 0, one after the other; each part is divided among all ranks. None means: 2 if dim 0 is
+        twice as long as dim 1 of the ``linear_fc2`` beside the tensor, as with SwiGLU; 1 if both are equally long.
     prove
         Whether to compare the bytes of ranks with this rule.
     """
@@ -319,7 +319,8 @@ def add_rule(pattern: str, dim: int | None, *, sections: int = 1, prove: bool = 
     dim
         The dim that is cut, in the order of ranks; None if every rank has the whole tensor.
     sections
-        The number of equal sections that the rows consist of, each cut by itself: 2 for a gate and its projection. Only for rows.
+        The number of equal parts of dim 0, one after the other; each part is divided among all ranks. 2 is for a gate and its
+        projection. Above 1 only with ``dim=0``.
     prove
         False skips the comparison of bytes. If ranks should have the same tensor, the first one's is taken.
 

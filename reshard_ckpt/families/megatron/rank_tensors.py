@@ -40,9 +40,10 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """The piece of a model that one virtual stage of one rank saved.
+    """The part of a model that one virtual stage of one rank saved.
 
-    `tp`, `pp` and `ep` are the rank's coordinates, `index` the virtual stage, `file` and `number` the file that holds it.
+    `tp`, `pp` and `ep` are the rank's coordinates, `index` is the virtual stage, `file` the file that holds the chunk, and
+    `number` the number of that file.
     """
 
     tp: int
@@ -58,9 +59,10 @@ Chunks = Sequence[tuple[ModelChunk, Mapping[str, Any]]]
 
 
 class Key(NamedTuple):
-    """A name that a tensor has on every rank. `layers` is the stack that it is in, or ``""``; `expert` is -1 outside of experts.
+    """The name of a tensor in parts that mean the same on every rank.
 
-    `layer` is the layer's number in the whole model, and `rest` the name behind it.
+    `layers` is the name of the tensor's stack of layers, or ``""`` outside of layers. `layer` and `expert` are the numbers of its
+    layer and expert in the whole model; `expert` is -1 outside of experts. `rest` is the part of the name behind the layer.
     """
 
     layers: str
@@ -96,7 +98,7 @@ class RankTensors:
         self.held: dict[Key, dict[int, list[Held]]] = defaultdict(lambda: defaultdict(list))
         self.extra: dict[Key, Held] = {}
         self.homes: dict[tuple[int, int], frozenset[tuple[int, int]]] = {}
-        """For each part of a tensor, by file number and offset: the (file number, virtual stage) of all its replicas."""
+        """Maps a part of a tensor (its file number and offset) to the (file number, virtual stage) of all its replicas."""
         self._begins, self.num_layers = _number_layers(chunks)
         self._num_experts = _count_experts(chunks) * self.num_ep
         for chunk, state in chunks:
@@ -155,7 +157,7 @@ class RankTensors:
         return tuple(at for at, _ in place), tuple(count for _, count in place)
 
     def objects(self) -> Iterator[tuple[str, Ints, Ints, Held]]:
-        """Yield each extra state: its name, its place in the stack of layers, the shape of the stack, and where it is held."""
+        """Yield each extra state: its name, its place in the stack of layers, the shape of the stack, and its `Held`."""
         for key, held in self.extra.items():
             yield self._name(key), *self._place(key), held
 
@@ -196,7 +198,7 @@ class RankTensors:
         return dtypes.pop(), shapes.pop(), parts
 
     def _of_all_ranks(self, key: Key) -> list[list[Held]]:
-        """Return, by tensor-parallel rank, all replicas of its shard of a tensor.
+        """Return a list for each tensor-parallel rank: all replicas of the rank's shard of a tensor.
 
         Refuse a tensor that a rank lacks, or that is not row-major.
         """
@@ -227,10 +229,10 @@ class RankTensors:
         return cut
 
     def _sections(self, key: Key, cut: Cut) -> int:
-        """Return the number of sections that the rows consist of, each cut by itself.
+        """Return the number of sections of a tensor: equal parts of dim 0; each part is divided among all ranks.
 
-        If the rule leaves it open, the tensor is a ``linear_fc1``. It has two sections (a gate and its projection) if it has
-        twice as many rows as the ``linear_fc2`` beside it has columns.
+        If the rule `cut` gives no number, the tensor is a ``linear_fc1``. It has two sections (a gate and its projection) if its
+        dim 0 is twice as long as dim 1 of the ``linear_fc2`` beside it.
         """
         if cut.sections is not None:
             return cut.sections

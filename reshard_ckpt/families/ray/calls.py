@@ -17,7 +17,7 @@ from ...plugins.packages import needed
 from ...plugins.states import saves_to
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}
-"""How paths of this library begin, by the name of pyarrow's file system: ``s3`` paths begin with ``s3://``."""
+"""Maps the name of pyarrow's file system to the beginning of this library's paths: ``s3`` paths begin with ``s3://``."""
 
 
 def path_of(name: str) -> str:

@@ -106,7 +106,7 @@ class DistributedState:
         return FlatShard(held.reshape(-1), tuple(value.global_shape), start, pieces=[(offset, shape)])
 
     def _members(self) -> list[list[str]]:
-        """Return by group the names of the parameters that have a part on this rank."""
+        """Return for each group the names of the parameters that have a part on this rank."""
         optimizer, groups = self._optimizer, self._saved[GROUP_META]
         members: list[list[str]] = [[] for _ in groups]
         local = {name for name, _ in self._parameters()}
@@ -124,7 +124,7 @@ def opened(checkpoint_state: Mapping[str, Any], *, loading: bool) -> dict[str, A
     Raises
     ------
     UsageError
-        It has another key than ``"model"`` and ``"optimizer"``.
+        The argument has another key than ``"model"`` and ``"optimizer"``.
     """
     unknown = sorted(str(key) for key in checkpoint_state if key not in (MODEL, OPTIMIZER))
     if unknown:
