@@ -101,7 +101,7 @@ def group_of(process_group: Any, no_dist: bool) -> Any:
 def share_errors(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
     """Call `make` and return its result. If it raises on this rank, the error is raised on all ranks.
 
-    All ranks open the session of the save or load next. A rank that failed opens it only to report its error there.
+    Next, every rank calls `open_session` for the save or load. A rank that failed calls it only to report its error there.
     """
     try:
         return make()

@@ -101,9 +101,9 @@ def load(
 
 
 def _target_of(form: dict[str, Any]) -> Prepare:
-    """Return a `Prepare` function as `target_of` does, which also wants the keys of dicts in lists: DCP names each of these.
+    """Return a `Prepare` function for a form, as `target_of` does; it also checks that no key of a dict in a list is missing.
 
-    Tuples of tensors that the checkpoint has under one name become values in `form`.
+    DCP gives each of these keys a name. Tuples of tensors that the checkpoint has under one name become values in `form`.
     """
     lists = {name_of(at): leaf for at, leaf in flatten(form, children_of_dict) if type(leaf) is list}
 
@@ -128,7 +128,7 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _lacking(name: str, wanted: Any, saved: Any) -> Iterator[str]:
-    """Yield a problem for each entry of a dict or list in `wanted` that the one in its place in `saved` lacks.
+    """Compare a dict or list with the saved one of the same name, and yield a problem for each entry that the saved one lacks.
 
     A list without dicts is one value, of any length.
     """
@@ -164,7 +164,10 @@ _DCP_WORDING = {_MISSING: "Missing key in checkpoint", ": saved with global shap
 
 
 def _warn(path: Path, empty: Sequence[str], report: LoadReport, saved: Catalog) -> None:
-    """Warn of tensors converted to another dtype, and of empty dicts below which the checkpoint has entries; DCP does not."""
+    """Warn of tensors converted to another dtype, and of empty dicts below which the checkpoint has entries.
+
+    DCP itself warns of neither.
+    """
     if report.converted:
         warnings.warn(f"{path}: converted to the dtype of the state dict: {few(report.converted, 3, '; ')}", stacklevel=3)
     if not empty:

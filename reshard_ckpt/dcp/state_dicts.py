@@ -10,7 +10,7 @@ differs in four ways:
 3. An ``io.BytesIO`` is replaced by its bytes.
 4. For a load, a tensor on the meta device is replaced by an empty one on the device of the job, as DCP does.
 
-Names are the keys, with the parts that wrappers put into them: torch's own calls look them up by these.
+The names in a checkpoint are the keys of the state dict, with the parts that wrappers add: torch's own calls look for such names.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
 
 
 def hold_whole(node: Any, has: Callable[[str], bool], path: Path = ()) -> Any:
-    """Put a `Value` in the place of each tuple of tensors in a form that the checkpoint has under one name; return the form.
+    """Replace each tuple of tensors in a form by a `Value` if the checkpoint has the tuple under one name; return the form.
 
     DCP takes no tuple apart. A list without other tensors is one value, too, and may have such tuples in it.
 

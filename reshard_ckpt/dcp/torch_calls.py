@@ -37,8 +37,8 @@ _OPTIONS: dict[str, tuple[type[Any], type[Any], type[Any] | None]] = {
     "storage_reader": (StorageReader, ReshardReader, FileSystemReader),
     "async_stager": (AsyncStager, BlockingAsyncStager, DefaultStager),
 }
-"""By option of DCP's calls: the base class that its value must have, and the classes that only name a folder or hold options. For
-these two classes this library does the work; for any other, torch's own function runs."""
+"""For each option of DCP's calls: the base class that its value must have, and two classes that only name a folder or hold
+options. For these two classes this library does the work; for any other, torch's own function runs."""
 
 _DEFAULTS = {"no_dist": False, "use_collectives": True}
 
