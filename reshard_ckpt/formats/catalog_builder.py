@@ -39,7 +39,7 @@ Numbers = I64 | int
 
 @dataclass(slots=True)
 class ForeignTensor:
-    """A tensor that was added to a `CatalogBuilder`. `parts` are those added one by one, not by `CatalogBuilder.rows`."""
+    """A tensor that was added to a `CatalogBuilder`. `parts` lacks the parts that were added by `CatalogBuilder.rows`."""
 
     number: int
     name: str
@@ -150,7 +150,7 @@ class CatalogBuilder:
         shape
             The global shape.
         parts
-            Where it lies, if that is known already; `piece` and `view` add more.
+            The places of the tensor's elements that are known already; `piece` and `view` add more.
         link
             Names the parameter if this is a tensor of an optimizer's state. By default, the link follows from the name.
         again
@@ -196,9 +196,11 @@ class CatalogBuilder:
         Parameters
         ----------
         file, offset
-            The number of the file, and the byte of the part's first element. The others follow without gaps.
+            The number of the file, and the byte of the part's first element. The other elements follow without gaps.
         offsets, lengths
-            The box, in global coordinates; by default the whole tensor. By default, the part is all of it.
+            The box, in global coordinates; by default the whole tensor.
+        start, count
+            The first element of the part, and their number; by default the whole box.
         """
         tensor = self.tensors[name]
         lengths = tensor.shape if lengths is None else lengths

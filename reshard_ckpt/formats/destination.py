@@ -213,14 +213,15 @@ def _keys(storage: Storage) -> set[str]:
 
 
 def _is_empty(keys: Set[str]) -> bool:
-    """Whether nothing has these keys but the probes of a store."""
+    """Whether all these keys are of probes, with which a store was tested."""
     return all(posixpath.basename(key) == PROBE for key in keys)
 
 
 def _retire(storage: Storage) -> None:
     """Delete the catalog of a checkpoint that will be replaced, unless another checkpoint needs its files by then.
 
-    A save with this checkpoint as its base looks for the catalog after its own commit. So one of the two sees the other.
+    A save with this checkpoint as its base looks for the catalog after its own commit. So either that save sees that the catalog
+    is gone, or this function sees that save.
     """
     found: Document | None = None
     with suppress(CorruptError):  # larger than any catalog
@@ -261,9 +262,9 @@ def _partial_folder(dst: str, src: Sequence[str], identity: str | None, *, overw
 
 
 def _lock_partial_folder(path: str, identity: str | None) -> tuple[str, Lock | None]:
-    """Make the folder beside the destination in which the result is written, and lock it.
+    """Make a folder beside the destination `path`, for the result to be written in, and lock the folder.
 
-    The lock is None if the file system has no locks.
+    Return the folder, and the lock: None if the file system has no locks.
     """
     for _ in range(_TRIES):
         partial = _sibling(path, identity, "partial")

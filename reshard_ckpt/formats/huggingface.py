@@ -21,7 +21,7 @@ MAX_INDEX_BYTES = 256 << 20
 """The largest index file in bytes that is read; it lists over a million tensors."""
 
 WeightFiles = Mapping[str, frozenset[str] | None]
-"""By the key of each weight file, the names of the tensors to read from it; None stands for all of its tensors."""
+"""Maps the key of each weight file to the names of the tensors to read from it; None stands for all of its tensors."""
 
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of small files beside a model that a conversion copies along: its config and its tokenizer."""
@@ -49,8 +49,8 @@ def weight_files(storage: Storage, suffix: str, *, main: str, others: bool = Tru
     main
         The name that a single file of the model has; an index with this name comes before others.
     others
-        Whether files of any name count without an index. If not, they count only beside neither `main` nor numbered parts: a
-        trainer leaves other things in files of this ending.
+        Whether to list files of all names if there is no index. If False, list only `main`, or else only numbered parts, or
+        else all: a trainer leaves other things in files of this ending.
     """
     keys = top_level(storage)
     indices = [key for key in keys if key.endswith(suffix + INDEX)]
@@ -141,7 +141,7 @@ def copy_side_files(
     dequantized
         Leave the entries about quantization out of ``config.json``.
     dtypes
-        By torch's names, the saved dtypes and the ones that they were cast to. ``""`` stands for all others.
+        Maps saved dtypes to the dtypes that they were cast to, both by torch's names; ``""`` stands for all other saved dtypes.
     """
     own = {file.key for file in catalog.files}
     # Only this library's own checkpoints have digests.

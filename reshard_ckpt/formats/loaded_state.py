@@ -182,4 +182,4 @@ def row_major_bytes(tensor: torch.Tensor, offset: int, num_bytes: int) -> memory
 
 
 _DTYPE_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By the number of bytes of an element, a torch dtype of that size that numpy has too."""
+"""Maps the number of bytes of an element to a torch dtype of that size that numpy has too."""

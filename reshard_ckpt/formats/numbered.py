@@ -16,7 +16,7 @@ from ..state.optimizer_dicts import are_numbered_groups, flat_groups
 class NumberedOptimizer:
     """The number of each parameter of an optimizer, and the second names of tied parameters, which have no number.
 
-    `was_numbered` tells that it was saved by number, without names: its FQNs are the numbers as text.
+    `was_numbered` tells that the optimizer was saved by number, without names: its FQNs are the numbers as text.
     """
 
     name: str
@@ -57,7 +57,7 @@ class NumberedOptimizer:
 
 
 def numbered_optimizers(catalog: Catalog, values: Mapping[str, Any]) -> dict[str, NumberedOptimizer]:
-    """Number the parameters of each optimizer of a checkpoint, by its name. A tied parameter counts once, as in torch.
+    """Map the name of each optimizer of a checkpoint to its numbered parameters. A tied parameter counts once, as in torch.
 
     Parameters
     ----------

@@ -113,7 +113,9 @@ def are_alike(storage: Storage, places: Sequence[tuple[str, int]], num_bytes: in
     Parameters
     ----------
     places
-        The key of a file, and the first byte in it, for each of them.
+        For each place, the key of a file, and the first byte in it.
+    num_bytes
+        The number of bytes at each place.
     """
     part = num_bytes if num_bytes <= COMPARED_BYTES else COMPARED_BYTES // 2
     ends = dict.fromkeys((0, num_bytes - part))  # a small one is read whole, once

@@ -150,8 +150,8 @@ def _write_section(
 ) -> tuple[Section, dict[int, int]] | None:
     """Write some consecutive parts of a file.
 
-    Return the `Section`, and by part number the CRC-32 of each run (empty if the file has no `end`), for rank 0 to join. Return
-    None if the parts are the whole file: then it is finished here, and its digests go to `notes`.
+    Return the `Section`, for rank 0 to join, and a dict from part numbers to the CRC-32 of the part's run (empty if the file has
+    no `end`). Return None if the parts are the whole file: then the file is finished here, and its digests go to `notes`.
     """
     offsets = file.offsets
     is_whole = (parts.start, parts.stop) == (0, len(file.parts))

@@ -77,8 +77,8 @@ class Source:
     format
         The name of the format.
     advice
-        Advice by the name that it concerns. It is added to the errors of a load that fails below that name, for reasons that lie
-        in the format.
+        Maps names to advice. The advice is added to the errors of a load that fails at or below the name, for reasons that lie in
+        the format.
     raw
         Values as they lie in the files, by the names that they were saved under, even if the catalog cannot hold them.
     sha256
@@ -117,8 +117,8 @@ class Format:
     marks
         The files by which it is recognized, for the error that no format recognizes a path.
     open
-        Called with a store, and with the key of a file in it, or None for the whole folder. Returns a catalog over the files, or
-        None if they have another format. Raises `CorruptError` if they have this format, but are damaged, incomplete or hostile.
+        Called with a store, and with the key of a file in it, or None for the whole folder. Returns a `Source`, or None if the
+        files have another format. Raises `CorruptError` if they have this format, but are damaged, incomplete or hostile.
     order
         Formats are tried from the lowest order to the highest. Formats that recognize fewer paths come first.
     takes
@@ -341,8 +341,8 @@ def _open(
 def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, lock_s: float | None) -> Storage:
     """Return the store of a checkpoint's files. The checkpoints whose files this catalog refers to are opened, too.
 
-    Checkpoints to which these refer in turn are not opened. Files with packed rows are read as the plain files that they stand
-    for.
+    Checkpoints to which these refer in turn are not opened. Files with packed rows (table rows stored in fewer bits) are read as
+    if the rows were not packed.
     """
     first = {file.folder: file for file in reversed(catalog.files) if file.checkpoint}
     others: dict[str, Storage] = {}

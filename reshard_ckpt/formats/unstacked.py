@@ -21,7 +21,7 @@ from .catalog_builder import CatalogBuilder
 class Unstacked:
     """A catalog in which each layer or expert is a tensor of its own.
 
-    `runs` has, in the order of its tensors, the run of each in a tensor of the stacked catalog.
+    `runs` has for each tensor of `catalog`, in order, the run of elements in a tensor of the stacked catalog.
     """
 
     catalog: Catalog

@@ -56,7 +56,7 @@ def read_folder(storage: Storage) -> Metadata:
     Raises
     ------
     CorruptError
-        Two saves wrote files of the same names there, so files may be those of the other save than the metadata.
+        Two saves wrote files of the same names there, so the files may be of another save than the metadata.
     """
     found = {int(match[1]): key for key, _ in storage.list() if (match := _OF_RANK.fullmatch(key))}
     for key in (METADATA_KEY, *found.values()):

@@ -65,7 +65,7 @@ def raw_layout(dtype: torch.dtype, shape: Ints, at: int = 0) -> TensorLayout:
 
 
 class HeadParser:
-    """Parses the heads of chunks, and caches the results by the bytes of the head."""
+    """Parses the heads of chunks of DCP files. The layouts are cached, so that of many equal heads one is parsed."""
 
     def __init__(self) -> None:
         self._known: dict[int, dict[bytes, TensorLayout]] = {}

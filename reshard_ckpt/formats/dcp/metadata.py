@@ -99,11 +99,11 @@ class Metadata:
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Extent]
     paths: Mapping[str, tuple[Key, ...]]
-    """By FQN, the keys that lead to a tensor or value in the saved state. If none were recorded, the name is the only key."""
+    """For each FQN, the keys that lead to its tensor or value in the saved state; the FQN alone if no keys were recorded."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the metadata of another library, such as ``user_defined_dict``; they are not checked."""
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
-    """By FQN, the error of a tensor or value that cannot be read because ranks disagree about it."""
+    """For each tensor or value that cannot be read because ranks disagree about it: the error, by FQN."""
 
 
 DCP_METADATA = "torch.distributed.checkpoint.metadata"
@@ -151,15 +151,15 @@ def read_metadata(data: bytes, *, name: str, classes: Classes | None = None) -> 
     Parameters
     ----------
     classes
-        Another library's classes, by module and name: each with the class of DCP that it stands for, or any other name. None
-        stands for a function or an enum whose results are not needed.
+        Maps module and name of another library's class to the name of DCP's class that it stands for, or to a name of its own.
+        Functions and enums whose results are not needed are mapped to None.
 
     Raises
     ------
     UnsupportedError
-        It names a class or function other than those of DCP's own metadata.
+        The file names a class or function that is neither in DCP's own metadata nor in `classes`.
     CorruptError
-        It is damaged, or has another structure than DCP writes.
+        The file is damaged, or has another structure than DCP writes.
     """
     others: dict[tuple[str, str], Any] = {
         key: StandInFunction(key[1], _ignore_arguments) if stands_for is None else StandInClass(stands_for)

@@ -21,7 +21,7 @@ VERSION = "1.0.0"
 
 
 def metadata_bytes(tensors: Mapping[str, SavedTensor], values: Mapping[str, Extent], paths: Mapping[str, KeyPath]) -> bytes:
-    """Encode the file ``.metadata`` of a DCP folder. It does not name the folder, which may be moved to its place later.
+    """Encode the file ``.metadata`` of a DCP folder. The file does not name the folder, which may be moved to its place later.
 
     Parameters
     ----------

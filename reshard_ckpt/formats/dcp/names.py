@@ -47,7 +47,7 @@ def key_path(encoded: bytes) -> KeyPath:
 
 
 def names_of(saved: Metadata) -> dict[str, KeyPath]:
-    """Return this library's path of every tensor and value in a folder, by DCP's name."""
+    """Map DCP's name of every tensor and value in a folder to the path that this library gives it."""
     paths = dict(saved.paths)
     # An optimizer's state dict at the top shows by its groups. A model at the top is looked for unless there is one below a key.
     if any(path[0] == GROUPS or str(path[0]).startswith(f"{GROUPS}.") for path in paths.values()):

@@ -57,7 +57,7 @@ def read_part(storage: Storage, folder: str, classes: Classes) -> Metadata | Non
     Raises
     ------
     CorruptError
-        The folder has data but no metadata: the save did not finish. Or another save began to replace them.
+        The folder has data but no metadata: the save did not finish. Or another save began to replace the data.
     """
     data = _metadata_bytes(storage, folder)
     if data is not None:

@@ -24,7 +24,7 @@ MAX_VALUE_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class ReadValues:
-    """By DCP's names, the values that were read, and the errors of the values that could not be read."""
+    """The values that were read, and the errors of the values that could not be read; both are keyed by DCP's names."""
 
     values: Mapping[str, Any]
     unreadable: Mapping[str, CheckpointError]

@@ -47,7 +47,7 @@ OPTIMIZER_FORMS = ("nested", "flat", "numbered")
 
 @dataclass(frozen=True, slots=True)
 class FolderLayout:
-    """By DCP's names, the content of a folder to write.
+    """The content of a folder to write; all mappings are keyed by DCP's names.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ def write_dcp(
     storage
         The store to write to; without `notes` it must be empty.
     catalog, values
-        All tensors, and all values by name. A value that each rank has its own of is written as a list.
+        All tensors, and all values by name. A per-rank value is written as a list.
     bytes_of
         Streams the bytes of tensors.
     optimizer
@@ -175,7 +175,7 @@ def _lay_out_tensors(out: _Files, catalog: Catalog, layout: FolderLayout) -> dic
 def _boxes(catalog: Catalog, index: int) -> Iterator[tuple[Ints, Ints, Run]]:
     """Cut a tensor into boxes that are contiguous in it, of at most `CHUNK_BYTES`, or of one element.
 
-    Yield the offsets and lengths of each box, and the run of the tensor with its elements.
+    Yield the offsets and lengths of each box, and the run of the tensor that has the box's elements.
     """
     shape, whole = catalog.shape(index), whole_run(catalog, index)
     each = TORCH_DTYPES[catalog.dtype(index)].itemsize
@@ -236,7 +236,10 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
 
 
 def _state_path(optimizer: NumberedOptimizer, link: StateLink, form: str) -> KeyPath | None:
-    """Return the path of optimizer state in a form of `OPTIMIZER_FORMS`. None for a second name, which has no number."""
+    """Return the path of optimizer state in a form of `OPTIMIZER_FORMS`.
+
+    Return None for the second name of a tied parameter if the form numbers the parameters: it has no number.
+    """
     if form == "flat" and not optimizer.was_numbered:
         return (*optimizer.above, f"{STATE}.{link.fqn}.{link.key}")
     path = optimizer.path(link, by_name=form == "nested")
@@ -267,9 +270,10 @@ def _tensor_path(name: str, inner: Mapping[KeyPath, type]) -> KeyPath:
 
 
 def _built_by_torch(paths: Mapping[str, KeyPath], tensors: Container[str]) -> dict[str, KeyPath]:
-    """Return paths from which torch builds a state that it flattens to the same names. Other lists become dicts.
+    """Return the paths with some lists made dicts, so that torch builds a state from them that it flattens to the same names.
 
-    torch flattens a list only if it holds a tensor, a dict, or a list that is flattened; and it fills the gaps of a list.
+    torch flattens a list only if it holds a tensor, a dict, or a list that is flattened; and it fills the gaps of a list. Lists
+    that torch would not flatten, or that have gaps, become dicts.
     """
     below: dict[Key, dict[str, KeyPath]] = {}
     for name, (key, *rest) in paths.items():
