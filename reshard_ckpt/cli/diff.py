@@ -80,7 +80,10 @@ def _differences(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
 
 
 def _names(what: str, names: Sequence[str], cells: Sequence[tuple[str, ...]] | None = None) -> list[tuple[str, ...]]:
-    """Make table rows of the kind `what`: name, and both checkpoints' cells if given. Equal layers with equal cells share one."""
+    """Make a table row for each name: the kind `what` of the difference, the name, and `cells` (both checkpoints) if given.
+
+    Equal layers with equal cells share a row.
+    """
     looks = [("", "", "")] * len(names) if cells is None else cells
     return [(what, f"{label}{_count_suffix(leaves)}", *looks[leaves[0]], "", "") for label, leaves in shorten(names, looks)]
 

@@ -125,7 +125,7 @@ def _summary(found: Inspection) -> Columns:
 
 
 def _when(seconds: float) -> str:
-    """Write a time as text; it is given in seconds since 1970."""
+    """Return a time, given in seconds since 1970, as text."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
