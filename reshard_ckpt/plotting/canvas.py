@@ -163,7 +163,7 @@ def rank_colour(rank: int) -> str:
 
 
 def text_colour_on(fill: str) -> str:
-    """Choose a colour for text that is readable on this one.
+    """Choose a colour for text on a background of the colour `fill`, so that the text is readable.
 
     >>> text_colour_on("#ffffff"), text_colour_on("#102030")
     ('#1f2430', '#ffffff')

@@ -94,8 +94,8 @@ class Shown:
 class Wanted:
     """A tensor as the ranks of another mesh want it.
 
-    ``shown`` is its table, coloured by the ranks that saved each part; ``parts`` the same table by the index of the
-    `WantedPart`. ``fed`` are the boxes that go from saved ranks to wanted parts, and ``amounts`` their bytes.
+    ``shown`` is its table, coloured by the ranks that saved each part. ``parts`` is the same table, but each cell has the index
+    of a `WantedPart`. ``fed`` are the boxes that go from saved ranks to wanted parts, and ``amounts`` their bytes.
     """
 
     shown: Shown

@@ -43,7 +43,7 @@ def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequ
     Parameters
     ----------
     groups
-        For each optimizer the FQNs of its parameters, in the order of the optimizer.
+        The name of each optimizer, mapped to the FQNs of its parameters in the optimizer's order.
 
     Raises
     ------
