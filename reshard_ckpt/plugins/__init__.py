@@ -2,7 +2,7 @@
 
 A package adds a format by an entry point of the group `formats.source.GROUP` that names a `Format`, and tensors of its own
 classes by one of the group `state.dtensor.GROUP` that names `Objects`. The page "Plugins" has a whole format in 60 lines.
-Ten modules have what belongs together: `dcp`, `errors`, `groups`, `names`, `packages`, `placements`, `runs`, `states`,
+Further names are in ten modules, by subject: `dcp`, `errors`, `groups`, `names`, `packages`, `placements`, `runs`, `states`,
 `torchfile`, `trees`.
 """
 

@@ -1,4 +1,4 @@
-"""Names of tensors and values: their paths, the parameters that state belongs to, and the steps that torch's wrappers add."""
+"""Names of tensors and values: their paths, the parameters that state belongs to, and the parts that torch's wrappers add."""
 
 from __future__ import annotations
 

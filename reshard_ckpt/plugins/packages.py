@@ -69,6 +69,6 @@ def trainer_steps(folder: str | Path) -> dict[int, Path]:
 
 
 def newest_step(folder: str | Path, is_whole: Callable[[Path], bool]) -> str | None:
-    """Return the newest whole folder that the Trainer wrote below a folder, as its ``get_last_checkpoint`` does; None without."""
+    """Return the newest folder of `trainer_steps` that is whole, as ``get_last_checkpoint`` does; None if no folder is whole."""
     whole = {step: path for step, path in trainer_steps(folder).items() if is_whole(path)}
     return str(whole[max(whole)]) if whole else None
