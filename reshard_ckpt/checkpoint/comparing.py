@@ -194,7 +194,7 @@ def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: 
 
 
 def _small_values(catalog: Catalog) -> dict[str, SavedValue]:
-    """Return by name the values that a catalog itself contains, decoded. Large and per-rank values lie in shard files."""
+    """Map names to the decoded values that a catalog itself contains. Large and per-rank values lie in shard files."""
     held = [(entry, entry.data) for entry in catalog.values_table if entry.data is not None]
     return {entry.name: SavedValue(entry.kind, decode_value(data, name=entry.name)) for entry, data in held}
 

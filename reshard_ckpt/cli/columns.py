@@ -24,7 +24,7 @@ MAX_DRAWN = 300
 """The most rows of a table that rich draws and folds, as each takes milliseconds. Longer tables are printed as plain text."""
 
 SHORT, MIN_NAME = 12, 16
-"""Widths in characters: columns up to the first one are folded last, and the column of names keeps the second one."""
+"""Widths in characters: columns shrink below `SHORT` last, and the column of names does not shrink below `MIN_NAME`."""
 
 _GUIDES = re.compile("[│ ]*(?:[├└]─ )?")
 _WORD = re.compile(r"[^\s/]*/+|[^\s/]+")

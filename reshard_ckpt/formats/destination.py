@@ -465,7 +465,8 @@ def _move_into_place(made: str, path: str) -> None:
                 raise
         old = replaced or made
         try:
-            # Again: a save with the old checkpoint as its base looks for that after its commit, so one of the two sees the other.
+            # Again: a save with the old checkpoint as its base looks for its base after its commit. So that save finds no base,
+            # or this check finds the save.
             _refuse_referred(path, old)
         except CheckpointError:
             if replaced is None:

@@ -45,7 +45,7 @@ def serve_state(
     folder
         The beginning of the keys of these files.
     mapped
-        Files of the store, by key. A tensor in row-major order that is a range of one is read from there instead.
+        Files of the store, by key. A tensor in row-major order that is a range of such a file is read from that file instead.
     """
     files = mapped or {}
     numbers = [builder.file(key, file.size) for key, file in files.items()]

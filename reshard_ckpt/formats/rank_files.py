@@ -41,7 +41,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 _FILE = re.compile(r"([A-Za-z][\w.-]*?)(?:_world_size_(\d{1,7}))?_rank_?(\d{1,7})\.(?:pt|pth|bin)")
 COMPARED_ELEMENTS = 1 << 12
-"""Half the number of elements up to which plain tensors are compared whole; of larger ones, so many are compared at each end."""
+"""The number of elements of a plain tensor to compare at each end; a tensor of up to twice as many is compared whole."""
 
 _PLACEMENTS = "torch.distributed.tensor.placement_types:"
 """The beginning of the class names of torch's placements in a pickle."""
@@ -297,7 +297,7 @@ def are_alike(files: Sequence[TorchFile]) -> bool:
             for found, file in zip(leaves_of[1:], files[1:], strict=True)
         )
     except CheckpointError:
-        return True  # who adds them gets the error again
+        return True  # the methods that add the values meet the error again
 
 
 def _are_same(one: tuple[Any, TorchFile], other: tuple[Any, TorchFile]) -> bool:

@@ -367,7 +367,7 @@ def _open_foreign(
         folder = storage
     elif is_listed:
         folder = ListedStorage(folder, [key])
-    with collector_paused():  # over a million new objects, it takes longer than making them, and finds no cycles
+    with collector_paused():  # over a million new objects, a collection takes longer than making them, and finds no cycles
         found = next((found for candidate in formats() if (found := _opened(candidate, folder, key)) is not None), None)
     if found is None:
         if describe_run(storage) is not None:
@@ -394,7 +394,7 @@ def locate(path: str, timeout_s: float = MOMENTS_S) -> tuple[Storage, str | None
     """
     above, name = posixpath.split(path.rstrip("/"))
     name = unquote(name) if path.startswith("file:") else name
-    # open_storage raises if the parent is not a folder ("memory:/"), and `size` if a key cannot have the name: not a file.
+    # Where the parent is not a folder ("memory:/"), or no key can have this name, these calls raise: the path is not a file.
     with suppress(CheckpointError):
         storage = open_storage(above or ("/" if path.startswith("/") else "."), timeout_s=timeout_s)
         if storage.size(name) is not None:

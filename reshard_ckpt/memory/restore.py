@@ -77,7 +77,7 @@ class Found:
     generation
         The newest whole generation, or None.
     passed
-        By save id, the newer generations that are not whole.
+        The newer generations that are not whole: the save id of each, mapped to the reason.
     least
         The oldest step of the search: the answer of `at_least` on rank 0.
     """

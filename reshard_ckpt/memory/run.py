@@ -194,7 +194,7 @@ class MemoryRun:
         return [held for held in find_generations(self._folder) if self._is_current(held) and not held.is_damaged]
 
     def catalogs(self, step: int | None = None) -> dict[int, Catalog]:
-        """Return the catalogs of the checkpoints that this node knows to be in memory, by step; with `step`, of that step alone.
+        """Map the steps of checkpoints that this node knows to be in memory to their catalogs; with `step`, that step alone.
 
         A checkpoint is left out if the store has a newer save of its step: a job died before memory forgot the older one.
         """

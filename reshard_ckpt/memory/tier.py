@@ -97,7 +97,7 @@ class Tier:
         self.pool, self._root = SlotPool(options, self.folder, timeout_s=timeout_s), root
         with suppress(NoRoom):  # each save tries again, and warns
             self.pool.enter(root)
-        if topology.leads(rank):  # it alone writes such files, and has written none yet
+        if topology.leads(rank):  # this rank alone writes generation files on its node, and has written none yet
             remove_temporaries(self.folder)
         self.attempt, self.num_skipped = 0, 0
         self._options, self._named_store, self._timeout_s, self._due = options, named_store, timeout_s, due

@@ -63,7 +63,7 @@ class Replaced:
 
 
 def trainer_steps(folder: str | Path) -> dict[int, Path]:
-    """Return the folders ``checkpoint-<step>`` that the Trainer of transformers wrote below a folder, by step."""
+    """Map steps to the folders ``checkpoint-<step>`` that the Trainer of transformers wrote below a folder."""
     found = {re.fullmatch(r"checkpoint-(\d+)", path.name): path for path in Path(folder).iterdir() if path.is_dir()}
     return {int(match[1]): path for match, path in found.items() if match}
 

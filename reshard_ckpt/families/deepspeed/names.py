@@ -64,13 +64,13 @@ class TagFiles:
     Attributes
     ----------
     models, optimizers
-        By model-parallel and data-parallel rank.
+        The files of model states, and of optimizers, by model-parallel and data-parallel rank.
     layers
-        By number of the layer and tensor-parallel rank.
+        The files of layers, by number of the layer and tensor-parallel rank.
     experts
         The files of experts.
     universal
-        By parameter and key; None if this is not a universal folder.
+        The files of a universal folder, by parameter and key of its state; None for any other folder.
     """
 
     models: Mapping[Rank, str]

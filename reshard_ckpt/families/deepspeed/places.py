@@ -326,7 +326,7 @@ def shapes_in(model: TorchFile) -> list[dict[str, Ints]]:
 
 
 def local_shapes(model: TorchFile) -> dict[str, Ints]:
-    """Return the shapes of all tensors in a tensor-parallel rank's file of model states, by name."""
+    """Map the names of all tensors in a tensor-parallel rank's file of model states to their shapes."""
     module = model.content["module"]
     found = {fqn: view.shape for fqn, view in (module or {}).items() if isinstance(view, PickledTensor)}
     found |= shapes_of(model.content.get("frozen_param_shapes"), model.key)

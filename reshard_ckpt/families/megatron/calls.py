@@ -344,7 +344,7 @@ def load_tensors_metadata(checkpoint_dir: str, sharded_strategy: Any = None) -> 
     Returns
     -------
     dict
-        By key: a `ShardedTensor` without data and without sharding, with the saved global shape and dtype.
+        For each key, a `ShardedTensor` without data and without sharding, with the saved global shape and dtype.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor  # needs the package only here
 

@@ -302,7 +302,7 @@ def read_metadata(storage: Storage) -> Metadata:
 
 
 def _true_shapes(saved: Metadata, name: str) -> dict[str, Ints]:
-    """Return the true shapes of the tensors that were saved flat, by key."""
+    """Map the keys of the tensors that were saved flat to the tensors' true shapes."""
     found = saved.notes.get("mcore_data") or {}
     shapes: dict[str, Ints] = {}
     for key, about in found.items() if isinstance(found, dict) else ():

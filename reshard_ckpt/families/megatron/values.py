@@ -171,7 +171,7 @@ def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def inner_paths(catalog: Catalog, paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Return Megatron's path of each value, by name. Most of its optimizers keep their groups in an inner optimizer.
+    """Map the name of each value to Megatron's path of it. Most of Megatron's optimizers keep their groups in an inner one.
 
     An FP32 optimizer has no inner one: it has no master weights, or has its state beside its groups. Paths that are Megatron's
     already stay, except for the groups of optimizer objects.

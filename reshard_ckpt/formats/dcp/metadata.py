@@ -103,7 +103,7 @@ class Metadata:
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the metadata of another library, such as ``user_defined_dict``; they are not checked."""
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
-    """For each tensor or value that cannot be read because ranks disagree about it: the error, by FQN."""
+    """The FQN of each tensor or value that cannot be read because ranks disagree about it, mapped to the error."""
 
 
 DCP_METADATA = "torch.distributed.checkpoint.metadata"

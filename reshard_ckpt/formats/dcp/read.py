@@ -78,7 +78,7 @@ def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
 
 
 def _raw_values(storage: Storage, saved: Metadata) -> Iterator[tuple[str, RawValue]]:
-    """Yield, by name, a `RawValue` for each value whose bytes can be read, even if only unpickling could make an object of it."""
+    """Yield name and `RawValue` of each value whose bytes can be read, even if only unpickling could make an object of it."""
     sizes = FileSizes(storage)
     for name, extent in saved.values.items():
         if name not in saved.unreadable and sizes.problem(name, extent) is None:
