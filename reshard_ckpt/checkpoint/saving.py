@@ -217,7 +217,7 @@ def run_save(
 
 
 def _with_chosen_rows(job: SaveJob, tables: Sequence[Table]) -> SaveJob:
-    """Choose the rows to save of the tables that `rows=` tracks; return a `SaveJob` that writes of these tables only such rows.
+    """Choose the rows to save of the tables that ``rows=`` tracks; return a `SaveJob` that writes only these rows of the tables.
 
     Collective: `touched` lists the calls.
     """

@@ -58,7 +58,7 @@ def as_torch_error(error: CheckpointError) -> CheckpointError:
 
 
 def rank_prefix(error: CheckpointError) -> str:
-    """Return the ``rank N: `` at the beginning of an error of another rank; for this rank's own error, an empty string."""
+    """Return the prefix ``rank N: `` of an error that another rank raised; for this rank's own error, an empty string."""
     found = _OF_RANK.match(str(error))
     return found[0] if found else ""
 

@@ -368,7 +368,7 @@ def _layout(value: PickledDTensor, where: str) -> Layout:
 def _sizes(mesh: Mapping[str, Any]) -> Ints | None:
     """Return the sizes of a pickled mesh's axes; None if they are not valid.
 
-    They are in its layout (torch 2.9 and later), or in the shape of the tensor of its ranks.
+    The sizes are in the mesh's layout (torch 2.9 and later), or in the shape of the tensor that holds the mesh's ranks.
     """
     layout = attributes_of(mesh.get("_layout")) or {}
     shapes: list[Any]

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, UsageError
 
 
 class PendingSaves:
-    """The background saves of one manager. A finished save is dropped when the next begins, unless its error was not seen yet."""
+    """The background saves of one manager. A finished save is dropped when the next begins; one with an unseen error stays."""
 
     def __init__(self) -> None:
         self._settled: dict[SaveHandle, threading.Event] = {}

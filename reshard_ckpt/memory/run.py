@@ -71,7 +71,7 @@ class MemoryRun:
     Parameters
     ----------
     lineage
-        The lineage of the run. Before each save, call its `begin`, and then `attempt_begun`.
+        The lineage of the run (the note about the saves that count). Before each save, call its `begin`, then `attempt_begun`.
     keeps
         Asked on rank 0 with a step and its metric: whether the run's rule keeps it, so that it goes to the store at once.
     on_stored
@@ -362,7 +362,7 @@ class MemoryRun:
     def wait_for(self, step: int) -> None:
         """If a checkpoint of this step is being written to the store, wait until all such writing is over.
 
-        It would replace a newer save of the step there.
+        That checkpoint would replace a newer save of the step in the store.
         """
         if any(generation.step == step for generation in self._on_the_way()):
             self.wait()

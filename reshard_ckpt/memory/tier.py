@@ -70,7 +70,7 @@ class Tier:
     rank
         This rank.
     named_store
-        Returns the `shared_store` of a new name; None if this process is on its own.
+        Returns the key-value store for a new name (`shared_store`); None if this process is on its own.
     due
         Called on rank 0 at the commit of a step; returns whether the save also goes to the store.
 

@@ -88,7 +88,7 @@ def module_files(files: TagFiles, where: str, content: Mapping[str, Any]) -> lis
 
 
 def refuse_other_order(config: Any, where: str) -> None:
-    """Refuse experts whose ranks are not consecutive; the config of the job tells."""
+    """Refuse experts whose ranks are not consecutive, as the config of the job tells."""
     if isinstance(config, Mapping) and config.get("use_data_before_expert_parallelism"):
         raise UnsupportedError(
             f"{where}: use_data_before_expert_parallelism numbers the ranks of experts otherwise, which is not read; save the "

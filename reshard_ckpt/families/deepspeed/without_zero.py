@@ -154,7 +154,7 @@ def _is_cast(tensor: FileTensor, file: TorchFile, master: PickledTensor, at: int
 
 
 def apart(masters: Sequence[Sequence[PickledTensor]], file: TorchFile, module: Sequence[FileTensor]) -> list[list[str]] | None:
-    """Find the names of master weights that are one tensor for each parameter, by the module's tensors.
+    """Compare master weights, one tensor for each parameter, with the module's tensors; return the names in each group.
 
     Return None if the bytes do not prove the names.
     """

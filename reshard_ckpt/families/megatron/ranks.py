@@ -188,7 +188,7 @@ def _marked_reshardable(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _is_positional(optimizer: Any) -> bool:
-    """Return whether an optimizer's state dict knows state by position of the parameter; a distributed one does not."""
+    """Return whether an optimizer's state dict keys state by the parameter's position; a distributed optimizer's does not."""
     if not isinstance(optimizer, dict):
         return False
     inner = [part for key, part in optimizer.items() if isinstance(key, int) or key == OPTIMIZER]

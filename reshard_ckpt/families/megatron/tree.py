@@ -201,7 +201,7 @@ def child_of(common: Any, key: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Wraps a loaded value that replaces the common state at its place; other values are merged into it."""
+    """Wraps a loaded value that replaces the common state at its place; values without it are merged into the common state."""
 
     value: Any
 

@@ -206,7 +206,7 @@ class _Folder:
     def _take_whole_groups(self, fqn: str, by_number: bool) -> None:
         """If a value is the whole list of an optimizer's groups, take it as groups; `by_number` is as for `add`.
 
-        torch before 2.4 saved groups without tensors so.
+        Before 2.4, torch saved groups without tensors as one such value.
         """
         path, value = self._paths[fqn], self._values[fqn]
         if len(path) < 2 or path[-1] != GROUPS or not isinstance(value, list):
