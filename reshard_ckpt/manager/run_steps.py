@@ -64,7 +64,7 @@ class RunSteps:
             return None
 
     def metadata(self, step: int) -> Any:
-        """Return the metadata of a step, with its metric; None if it was saved without, or if there is no such step."""
+        """Return the metadata of a step, with its metric; None if the step was saved without metadata, or is not there."""
         found = self.catalog(step)
         return None if found is None else found.metadata
 

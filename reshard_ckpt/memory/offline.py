@@ -199,7 +199,7 @@ def _persist(path: Path, target: str, folder: str, generation: Generation) -> Pe
         num_bytes += _write_absent(path, generation, local, storage, catalog)
 
         def is_there(number: int) -> bool:
-            """Tell whether the store has a file with its size, and its digests, which are written once the file is durable."""
+            """Tell whether the store has a whole file, and its digests, which are written once the file is durable."""
             try:
                 open_files(storage, catalog, [number], [number])
             except CorruptError:

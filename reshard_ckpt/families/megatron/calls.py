@@ -305,10 +305,11 @@ def load_common_state_dict(checkpoint_dir: str) -> dict[Any, Any]:
 
 
 def load_content_metadata(checkpoint_dir: str | None = None, *, preloaded_state_dict: dict[str, Any] | None = None) -> Any:
-    """Return the ``content_metadata`` of a checkpoint; None if it was saved without.
+    """Return the ``content_metadata`` of a checkpoint; None if it was saved without them.
 
     A training program builds its tree for loading according to this. Megatron up to 0.15 may have saved the optimizer as flat
-    tensors. If the running Megatron has none any more, this returns the newer form instead; `load` fills the same state from it.
+    tensors. If the running Megatron has no flat tensors any more, this returns the newer form instead; `load` fills the same
+    state from it.
 
     Parameters
     ----------

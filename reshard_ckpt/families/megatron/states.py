@@ -174,7 +174,7 @@ def compare_keys(comm: Comm, catalog: Catalog, node: Node, mode: str) -> Keys:
     Raises
     ------
     MismatchError
-        They differ, and the mode asks for an error; all ranks raise the same one.
+        The keys differ, and the mode asks for an error; all ranks raise the same one.
     """
     names = {entry.name: entry.name for entry in entries_of(node)}
     names |= {part.name: key_of_object(part.name) or part.name for part in objects_of(node)}

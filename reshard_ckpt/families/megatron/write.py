@@ -167,10 +167,10 @@ def _mark_reshardable(common: dict[Any, Any]) -> None:
 
 
 def _distributed(optimizer: Any) -> Iterator[dict[Any, Any]]:
-    """Yield the states of distributed optimizers, which say how they are sharded: the optimizer itself, or members of a chain.
+    """Yield the common state of each distributed optimizer: of the optimizer itself, or of each such member of a chain.
 
-    Other optimizers do not say it, and have another key for master weights. If the optimizer has tensors but no common state, it
-    was a distributed one.
+    Such a state says how the optimizer is sharded. Those of other optimizers do not say it, and have another key for master
+    weights. If the optimizer has tensors but no common state, it was a distributed one.
     """
     if not isinstance(optimizer, dict):
         return
