@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ..core.catalog.specs import Mesh, TensorSpec, ValueSpec
+from ..core.memo import Memo
 from ..engine.common.tensor_bytes import LocalTensor
 from .dtensor import dtensor_class, local_tensors
 from .entries import Kind
@@ -116,27 +117,8 @@ def members_of(view: OptimizerView) -> tuple[str, list[tuple[Owner, ...]]]:
     return view.name, [(Owner(None, tuple(f for each in owners for f in each.fqns), "", None),) for _, owners in view.groups]
 
 
-class LastStates:
-    """A cache of the last two descriptions: enough for a job that saves its model and its whole state by turns."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop both cached descriptions."""
-        self._items: tuple[tuple[Any, Description], ...] = ()
-
-    def find(self, key: Any) -> Description | None:
-        """Return the cached description whose key (facts and options of the save) equals this one, or None."""
-        return next((known for other, known in self._items if other == key), None)
-
-    def keep(self, key: Any, known: Description) -> None:
-        """Cache a description under its key; drop the older of the two."""
-        self._items = ((key, known), *self._items[:1])
-
-
-KNOWN = LastStates()
-"""The cache of descriptions in this process."""
+KNOWN: Memo[Any, Description] = Memo(2)
+"""The descriptions in this process, by facts and options: enough for a job that saves its model and its whole state by turns."""
 
 
 def find_facts(trees: Sequence[Tree]) -> StateFacts | None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import CODES
+from reshard_ckpt.core.memo import Memo
 from reshard_ckpt.engine.saving import async_save, staging, write
 from reshard_ckpt.engine.saving.local_shards import describe_local
-from reshard_ckpt.engine.saving.messages import Memo
 from reshard_ckpt.engine.saving.staging import Staging, ring_bytes
 from reshard_ckpt.engine.saving.write import lay_out
 from reshard_ckpt.errors import CheckpointError, StorageError, UsageError

@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 
 from ...comm.protocol import Comm
 from ...core.catalog.model import FileEntry, ValueEntry
+from ...core.memo import Memo
 from ...core.planning.save_plan import SavePlan, plan_save
 from ...errors import UsageError
 from ...format.files import digest128, new_save_id
 from ...format.values import decode_value, encode_value
 from .local_shards import LocalShards, merge_values
-from .messages import Assignment, Memo, decode_assignment, decode_metadata, decode_values, encode_assignments, encode_metadata
+from .messages import Assignment, decode_assignment, decode_metadata, decode_values, encode_assignments, encode_metadata
 from .options import PreviousCheckpoint, SaveContents
 
 MAX_PLANS = 2

@@ -18,6 +18,7 @@ import torch
 from ...core.catalog import param_groups
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import Mesh, StateLink, TensorSpec, ValueKind, ValueSpec, blob_name, box_piece, row_major_strides
+from ...core.memo import Memo
 from ...core.planning.local_metadata import LocalMetadata, build_local_metadata
 from ...core.planning.merge import OWN_VALUES, MergedTables
 from ...core.report import summarize
@@ -25,7 +26,7 @@ from ...errors import LayoutError
 from ...format.shard_file import opaque_name
 from ...format.values import decode_value, encode_value
 from ..common.tensor_bytes import LocalPiece, LocalRun, LocalTensor, byte_blob, has_streams
-from .messages import Memo, RunColumns
+from .messages import RunColumns
 
 INLINE_BYTES = 4096
 """A plain value that is larger than this in encoded bytes is kept in the shard files, as a blob, and not in the catalog."""

@@ -25,6 +25,7 @@ from ...core.catalog.packed import PackedRows
 from ...core.catalog.specs import ITEM_BYTES
 from ...core.geometry.columns import columns_of, concatenated
 from ...core.geometry.runs import I64
+from ...core.memo import Memo
 from ...errors import StorageError, UsageError
 from ...format.files import BLOCK_BYTES, BlockHasher, digest128, digests_key, file_key
 from ...format.shard_file import ALIGNMENT, Member, header, header_cost, make_member
@@ -34,7 +35,7 @@ from ..common.progress import Recorder, Tally
 from ..common.tensor_bytes import LocalRun, bytes_in_place, empty_bytes, slices
 from ..common.tensor_bytes import chunks as chunks_of_run
 from .local_shards import LocalShards
-from .messages import Assignment, Memo, Receipt, StoredRuns, WrittenFile
+from .messages import Assignment, Receipt, StoredRuns, WrittenFile
 from .unchanged import Unchanged
 
 WRITE_BYTES = 1 << 20
