@@ -29,8 +29,10 @@ from ..format.dtypes import TORCH_DTYPES
 from ..format.files import CONVERT_LOCK
 from ..format.objects import names_kept
 from ..format.values import decode_value
-from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.dcp.names import taken_apart
+from ..formats.dcp.values import torch_saved
+from ..formats.dcp.write import OPTIMIZER_FORMS, write_folder
+from ..formats.dcp.write import lay_out as lay_out_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder, real_path
 from ..formats.huggingface import copy_side_files
 from ..formats.safetensors import lay_out, write_safetensors
@@ -475,7 +477,8 @@ def _write_folder(
             )
             kept = done.bytes_kept
         elif to == "dcp":
-            kept = write_dcp(storage, out, conversion.values, run_bytes, optimizer=form, **shared)
+            layout = lay_out_dcp(out, conversion.values, form)
+            kept = write_folder(storage, out, layout, run_bytes, torch_saved, **shared)
         else:
             assert writer is not None
             assert writer.write is not None

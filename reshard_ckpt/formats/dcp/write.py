@@ -34,7 +34,6 @@ from ..source import BytesOf
 from .metadata import METADATA_KEY, Chunk, Extent, Key, SavedTensor
 from .metadata_writer import metadata_bytes
 from .names import KeyPath, key_path, taken_apart
-from .values import torch_saved
 
 CHUNK_BYTES = 256 << 20
 """The most bytes of a chunk that is written, unless one element is larger: DCP reads a whole chunk into memory."""
@@ -43,6 +42,8 @@ FILE_BYTES = 4 << 30
 """The size in bytes from which on a file of the folder gets no further parts; the next part begins another file."""
 
 OPTIMIZER_FORMS = ("nested", "flat", "numbered")
+"""The forms of optimizers: as from ``get_optimizer_state_dict``, as from that with ``flatten_optimizer_state_dict=True``, and as
+from ``optimizer.state_dict()``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,46 +65,6 @@ class FolderLayout:
     paths: Mapping[str, KeyPath]
 
 
-def write_dcp(
-    storage: Storage,
-    catalog: Catalog,
-    values: Mapping[str, Any],
-    bytes_of: BytesOf,
-    *,
-    optimizer: str,
-    comm: Comm,
-    notes: Storage | None,
-) -> int:
-    """Write a folder for ``torch.distributed.checkpoint``.
-
-    Parameters
-    ----------
-    storage
-        The store to write to; without `notes` it must be empty.
-    catalog, values
-        All tensors, and all values by name. A per-rank value is written as a list.
-    bytes_of
-        Streams the bytes of tensors.
-    optimizer
-        The form of optimizers: ``"nested"`` as from ``get_optimizer_state_dict``, ``"flat"`` as from that with
-        ``flatten_optimizer_state_dict=True``, ``"numbered"`` as from ``optimizer.state_dict()``.
-    comm, notes
-        The ranks that share the work, and the store of notes; see `shared_files.write_files`.
-
-    Returns
-    -------
-    int
-        Bytes of files that an earlier attempt had finished.
-
-    Raises
-    ------
-    NameCollisionError
-        Two values or tensors have one name after values are flattened.
-    """
-    layout = lay_out(catalog, values, optimizer)
-    return write_folder(storage, catalog, layout, bytes_of, torch_saved, comm=comm, notes=notes)
-
-
 def write_folder(
     storage: Storage,
     catalog: Catalog,
@@ -118,10 +79,15 @@ def write_folder(
 
     Parameters
     ----------
+    storage
+        The store to write to; without `notes` it must be empty.
+    bytes_of
+        Streams the bytes of tensors.
     encoded
         Converts a value to bytes.
     comm, notes
-        As for `write_dcp`; without `comm`, this process writes alone.
+        The ranks that share the work, and the store of notes; see `shared_files.write_files`. Without `comm`, this process writes
+        alone.
     """
     comm, out = comm or SoloComm(), _Files()
     places = {name: out.add(NewPart(None, 0, encoded(value))) for name, value in layout.values.items()}
@@ -192,7 +158,15 @@ def _boxes(catalog: Catalog, index: int) -> Iterator[tuple[Ints, Ints, Run]]:
 
 
 def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> FolderLayout:
-    """Return the tensors and values to write, with the names and paths that DCP would have given them for the same state."""
+    """Return the tensors and values to write, with the names and paths that DCP would have given them for the same state.
+
+    A value that each rank has its own of becomes a list. `optimizer` is one of `OPTIMIZER_FORMS`.
+
+    Raises
+    ------
+    NameCollisionError
+        Two values or tensors have one name after values are flattened.
+    """
     entries = catalog.values_table
     check_keys(decode_path(entry.path) for entry in entries)
     optimizers = numbered_optimizers(catalog, values)
