@@ -9,12 +9,7 @@ from .options import AsJson, Path, TimeoutS, Workers
 
 
 @command("reshard-ckpt compact ckpt/step_100")
-def compact(
-    path: Path,
-    workers: Workers = None,
-    timeout_s: TimeoutS = 3600.0,
-    as_json: AsJson = False,
-) -> int:
+def compact(path: Path, workers: Workers = None, timeout_s: TimeoutS = 3600.0, as_json: AsJson = False) -> int:
     """Copy the files of other checkpoints that this one refers to into its own folder, so that the others may go.
 
     Under torchrun all processes share the work.

@@ -9,10 +9,7 @@ import typer
 
 from ..errors import UsageError
 
-Path = Annotated[
-    str,
-    typer.Argument(metavar="PATH", help="A checkpoint: a folder, or a file of another format."),
-]
+Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a folder, or a file of another format.")]
 Src = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format that can be opened.")]
 TimeoutS = Annotated[float, typer.Option(metavar="SECONDS", help="Under torchrun: how long processes wait for each other.")]
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads; 8 MiB of memory each.")]
@@ -27,12 +24,10 @@ Exclude = Annotated[
     typer.Option("--exclude", metavar="NAME", help="Leave this out: a name, with everything below it, or a pattern."),
 ]
 Rename = Annotated[
-    list[str] | None,
-    typer.Option("--rename", metavar="OLD=NEW", help="Give a name, and everything below it, another name."),
+    list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="Give a name, and everything below it, another name.")
 ]
 Cast = Annotated[
-    list[str] | None,
-    typer.Option("--cast", metavar="NAME=DTYPE", help="Convert floating-point tensors: 'model.*=bfloat16'."),
+    list[str] | None, typer.Option("--cast", metavar="NAME=DTYPE", help="Convert floating-point tensors: 'model.*=bfloat16'.")
 ]
 
 

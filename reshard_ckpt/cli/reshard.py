@@ -26,14 +26,8 @@ MAX_RANKS = 64
 )
 def reshard(
     src: Src,
-    dst: Annotated[
-        str,
-        typer.Argument(metavar="DST", help="Where to write; a checkpoint there is replaced in the last step."),
-    ],
-    mesh: Annotated[
-        str,
-        typer.Option(metavar="AXES", help="Axes and sizes of the new topology, outermost first: dp=2,tp=4."),
-    ],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="Where to write; a checkpoint there is replaced in the last step.")],
+    mesh: Annotated[str, typer.Option(metavar="AXES", help="Axes and sizes of the new topology, outermost first: dp=2,tp=4.")],
     rules: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file: name patterns with placements.")] = None,
     stages: Annotated[
         str | None,
@@ -45,8 +39,7 @@ def reshard(
     select: Select = None,
     exclude: Exclude = None,
     drop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Leave out a whole part of the state: optimizer."),
+        list[str] | None, typer.Option(metavar="NAME", help="Leave out a whole part of the state: optimizer.")
     ] = None,
     rename: Rename = None,
     cast: Cast = None,

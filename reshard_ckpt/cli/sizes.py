@@ -19,8 +19,7 @@ def sizes(
     dtype: Annotated[str, typer.Option(help="Dtype of the parameters that are saved: float32, bfloat16.")] = "float32",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, lion, momentum, sgd or none.")] = "adamw",
     optimizer_dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of the optimizer's tensors; by default that of the parameters."),
+        str | None, typer.Option(help="Dtype of the optimizer's tensors; by default that of the parameters.")
     ] = None,
     masters: Annotated[bool, typer.Option("--masters", help="The optimizer holds float32 copies of the parameters.")] = False,
     ranks: Annotated[int, typer.Option(help="Processes of the job.")] = 1,
@@ -30,10 +29,7 @@ def sizes(
     keep_best: Annotated[int, typer.Option(help="As for Manager: number of best checkpoints to keep.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps of the run, for --keep-every.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between saves, for --keep-every.")] = 1,
-    host_buffer_bytes: Annotated[
-        int | None,
-        typer.Option(help="Limit of async_save's host memory on a rank, in bytes."),
-    ] = None,
+    host_buffer_bytes: Annotated[int | None, typer.Option(help="Limit of async_save's host memory on a rank, in bytes.")] = None,
     copies: Annotated[
         int | None,
         typer.Option(help="Number of other nodes that hold a node's checkpoints in memory. By default no memory tier."),

@@ -101,12 +101,7 @@ class PollingWait:
     """
 
     def __init__(
-        self,
-        done: Callable[[], bool],
-        *,
-        first_s: float = 0.0005,
-        last_s: float = 0.05,
-        outcome: Callable[[], bytes] = bytes,
+        self, done: Callable[[], bool], *, first_s: float = 0.0005, last_s: float = 0.05, outcome: Callable[[], bytes] = bytes
     ) -> None:
         self._done, self._first_s, self._last_s, self.outcome = done, first_s, last_s, outcome
         self._began = self._ask_at = time.monotonic()

@@ -75,12 +75,7 @@ def leaves(tree: Any, children: Children = children) -> Iterator[Any]:
 
 
 def put(
-    tree: dict[Any, Any],
-    path: Path,
-    value: Any,
-    advice: str = "rename one of them",
-    *,
-    branch: type[dict[Any, Any]] = dict,
+    tree: dict[Any, Any], path: Path, value: Any, advice: str = "rename one of them", *, branch: type[dict[Any, Any]] = dict
 ) -> None:
     """Set the value at a path of nested dicts. Missing dicts are made, of the class `branch`.
 

@@ -388,11 +388,7 @@ def linked(catalog: Catalog) -> Catalog:
     linked_values = tuple(
         replace(value, link=found[value.name]) if value.name in found and value.link is None else value for value in values
     )
-    return replace(
-        catalog,
-        tensors_table=replace(table, **columns),
-        values_table=linked_values,
-    )
+    return replace(catalog, tensors_table=replace(table, **columns), values_table=linked_values)
 
 
 def listed_parameters(values: Sequence[ValueEntry | ValueSpec]) -> dict[str, list[str]]:

@@ -238,33 +238,8 @@ def _header(members: Sequence[Member], aliases: Mapping[str, str]) -> bytes:
     return header(members, {**tied, "format": "pt"})
 
 
-def write_safetensors(
-    storage: Storage,
-    files: Sequence[NewFile],
-    bytes_of: BytesOf,
-    *,
-    comm: Comm,
-    notes: Storage | None,
-) -> int:
-    """Write the files, and an index if there are several, and make them durable.
-
-    Parameters
-    ----------
-    files
-        From `lay_out`.
-    comm, notes
-        The ranks that share the work, and the store of notes; see `shared_files.write_files`.
-
-    Returns
-    -------
-    int
-        Bytes of files that an earlier attempt had finished.
-
-    Raises
-    ------
-    StorageError
-        The store failed.
-    """
+def write_safetensors(storage: Storage, files: Sequence[NewFile], bytes_of: BytesOf, *, comm: Comm, notes: Storage | None) -> int:
+    """Write the files from `lay_out`, and an index if there are several; see `shared_files.write_files`."""
     kept = write_files(comm, storage, files, bytes_of, notes=notes)
     if len(files) > 1 and comm.rank == 0:
         storage.publish(f"{STEM}.safetensors.index.json", _index(files))

@@ -85,10 +85,7 @@ def write_torch(
 
 
 def _state(
-    catalog: Catalog,
-    values: Mapping[str, Any],
-    tensors: Mapping[str, StreamedTensor],
-    path_of: Callable[[str], tuple[str, ...]],
+    catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, StreamedTensor], path_of: Callable[[str], tuple[str, ...]]
 ) -> dict[Any, Any]:
     """Build the state as nested dicts: the keys of the state at the top, and below them the dotted names of modules.
 

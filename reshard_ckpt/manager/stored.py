@@ -15,15 +15,7 @@ from ..core.catalog.model import Catalog
 from ..engine.common.files import open_catalog
 from ..engine.common.reader_notes import removed_within
 from ..engine.common.run_lineage import RunLineage
-from ..engine.common.step_folders import (
-    StepNames,
-    alone_with,
-    clean_up,
-    find_steps,
-    needed_by_folders,
-    remove_files,
-    remove_step,
-)
+from ..engine.common.step_folders import StepNames, alone_with, clean_up, find_steps, needed_by_folders, remove_files, remove_step
 from ..errors import CorruptError, StorageError, UsageError
 from ..format.catalog import HEAD_BYTES
 from ..format.files import CATALOG_KEY, EXPORT, SAVE_ID

@@ -81,10 +81,7 @@ class JobMetadata:
 
 
 def build_local_metadata(
-    specs: Sequence[TensorSpec],
-    num_blobs: int,
-    mesh: Mesh | None,
-    own: Mapping[int, str] | None = None,
+    specs: Sequence[TensorSpec], num_blobs: int, mesh: Mesh | None, own: Mapping[int, str] | None = None
 ) -> LocalMetadata:
     """Describe a rank's tensors and pieces as columns; the result has no values yet. The last `num_blobs` specs are blobs.
 

@@ -20,18 +20,7 @@ from ...plugins import Catalog, CatalogBuilder, Format, Ints, Source, Storage
 from ...plugins.errors import CorruptError, UnsupportedError
 from ...plugins.torchfile import FileReader, FileTensor, PickledTensor, TorchFile
 from .model_parallel import ModelParallelParts, TensorParallel
-from .names import (
-    LATEST,
-    MASTER,
-    MODEL,
-    NAME,
-    OPTIMIZER,
-    ROOT,
-    TagFiles,
-    latest_tag,
-    parameter_name,
-    tag_files,
-)
+from .names import LATEST, MASTER, MODEL, NAME, OPTIMIZER, ROOT, TagFiles, latest_tag, parameter_name, tag_files
 from .pipeline import TIED, open_layers, params_of_fragments, tied_names
 from .places import (
     CURE_OF_FOLDERS,
@@ -45,15 +34,7 @@ from .places import (
     striped_runs,
 )
 from .universal import add_universal
-from .values import (
-    NOT_VALUES,
-    OWN,
-    GroupTensors,
-    StateAdder,
-    add_shard,
-    add_whole,
-    plain,
-)
+from .values import NOT_VALUES, OWN, GroupTensors, StateAdder, add_shard, add_whole, plain
 from .without_zero import add_without_zero
 
 _MODULE_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")

@@ -273,11 +273,7 @@ def load(
     mode = parse_mode(strict)
     wanted = WantedTree(sharded_state_dict, mode, str(checkpoint_dir), with_common=with_common)
     report = load_wanted(
-        checkpoint_dir,
-        wanted.prepare,
-        verify_first=verify_integrity,
-        rename=keys_of_catalog,
-        process_group=process_group,
+        checkpoint_dir, wanted.prepare, verify_first=verify_integrity, rename=keys_of_catalog, process_group=process_group
     )
     if report.converted:
         warnings.warn(f"{checkpoint_dir}: converted to the dtypes of the tree: {few(report.converted, 3, '; ')}", stacklevel=2)

@@ -313,9 +313,7 @@ def _part(held: Held, begin: int, offsets: Ints, lengths: Ints) -> Part:
     return Part(offsets, lengths, held.chunk.number, at)
 
 
-def _number_layers(
-    chunks: Chunks,
-) -> tuple[dict[tuple[str, int, int], int], dict[str, int]]:
+def _number_layers(chunks: Chunks) -> tuple[dict[tuple[str, int, int], int], dict[str, int]]:
     """Number the layers of the whole model by the layers that each chunk holds.
 
     Returns

@@ -45,13 +45,7 @@ _ADVICE = "leave one of them out with exclude="
 
 
 def write_megatron(
-    storage: Storage,
-    catalog: Catalog,
-    values: Mapping[str, Any],
-    bytes_of: BytesOf,
-    *,
-    comm: Comm,
-    notes: Storage | None,
+    storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, *, comm: Comm, notes: Storage | None
 ) -> int:
     """Write a folder for Megatron-Core.
 

@@ -21,12 +21,7 @@ from ...plugins.packages import needed
 
 with needed("torchtitan", "torchtitan>=0.3"):
     from torch.distributed.checkpoint.stateful import Stateful
-    from torchtitan.components.checkpointer import (
-        DATALOADER,
-        MODEL,
-        OPTIMIZER,
-        CheckpointManager,
-    )
+    from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
     from torchtitan.components.optimizer import OptimizersContainer
 
 

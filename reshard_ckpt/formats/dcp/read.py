@@ -28,15 +28,7 @@ from .chunks import NAME, FileSizes
 from .chunks import locate as locate_chunks
 from .folder import Merger, is_folder, read_folder
 from .metadata import Metadata, SavedTensor
-from .names import (
-    GroupEntry,
-    KeyPath,
-    group_entry,
-    groups_from_entries,
-    names_of,
-    renumbered,
-    value_paths,
-)
+from .names import GroupEntry, KeyPath, group_entry, groups_from_entries, names_of, renumbered, value_paths
 from .values import read_values
 
 MAX_GROUP_ELEMENTS = 1 << 16
@@ -44,11 +36,7 @@ MAX_GROUP_ELEMENTS = 1 << 16
 
 
 def open_dcp(
-    storage: Storage,
-    key: str | None = None,
-    *,
-    as_saved: bool = False,
-    otherwise: Callable[[bytes, str], Any] | None = None,
+    storage: Storage, key: str | None = None, *, as_saved: bool = False, otherwise: Callable[[bytes, str], Any] | None = None
 ) -> Source | None:
     """Open a folder of DCP; return None for anything else; see `Format.open`, and `read_values` for `otherwise`."""
     if key is not None or not is_folder(storage):
