@@ -11,11 +11,10 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,95 +25,20 @@ from ..comm.peers import machine_id
 from ..core.report import LoadReport, summarize
 from ..engine.common.progress import RankLog, size_text
 from ..engine.common.rounds import Buffers, Rounds, Traffic, named_error, settle
-from ..engine.loading.load import Resolved, drop_refused, resolve
-from ..engine.loading.vote import VoteResult, Wanted, vote
+from ..engine.loading.load import drop_refused, resolve
+from ..engine.loading.vote import Wanted, vote
 from ..engine.resharding.delta import DeltaMover
-from ..engine.resharding.live import LiveMover, Moves, WantedRows, plan_moves
-from ..engine.resharding.live_source import LiveSource, LiveValues, Overlaps, Spares, compare_live, open_live
+from ..engine.resharding.live import LiveMover, WantedRows, plan_moves
+from ..engine.resharding.live_source import LiveValues, Spares, compare_live, open_live
 from ..engine.saving.handle import SAVES
-from ..engine.saving.messages import RunColumns
 from ..errors import MismatchError, UsageError
 from ..format.files import digest128
 from ..state.capture import Captured
+from .live_plan import KEPT_BYTES, KEPT_ROWS, Kept, Plan, agreed
 from .live_states import Opened, Options, State, States
 from .loading import not_loaded
 
-KEPT_ROWS, KEPT_BYTES = 1 << 16, 1 << 20
-"""Limits for keeping the plan of `reshard_live` for its next call: rows of the plan on this rank (about 10 MB of memory), and
-bytes of the values of all ranks, which are kept with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that is planned for the layouts of two states. It refers to no tensor of theirs, so it may outlive them.
-
-    Attributes
-    ----------
-    layout, names
-        Digests of everything on this rank that the plan depends on.
-    sources
-        For each tensor of `dst` that is loaded, the catalog's tensor with its bytes.
-    report
-        The report of a move, without the bytes that other ranks sent.
-    not_loaded
-        The names of the tensors of `dst` that are not loaded.
-    unfit
-        A line for each value of `dst` that does not fit on this rank, although the options allow that.
-    checked
-        The runs of this rank that other ranks hold too, as the first comparison found them; None before it.
-    """
-
-    layout: bytes
-    names: bytes
-    source: LiveSource
-    sources: Mapping[int, int]
-    overlaps: Overlaps
-    moves: Moves
-    report: LoadReport
-    not_loaded: Sequence[str]
-    unfit: Sequence[str]
-    checked: RunColumns | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows in the tables of the plan on this rank. The plan's memory is proportional to it."""
-        held = 0 if self.source.held is None else len(self.source.held.rank)
-        return held + len(self.source.catalog.rows.file) + len(self.moves.parts.owner)
-
-
-class _Kept(NamedTuple):
-    """Leftovers of a call of `reshard_live` for the next one in the same process group.
-
-    They are the plan, the values of all ranks, and the host memory for messages, of at most ``memory_bytes``.
-    """
-
-    plan: Plan | None = None
-    values: LiveValues | None = None
-    buffers: Buffers | None = None
-
-    @property
-    def number(self) -> int:
-        """The number of the next message that the kept host memory sends or receives; -1 without kept memory."""
-        return -1 if self.buffers is None else self.buffers.number
-
-
-_KEPT: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
-
-
-def _agreed(answers: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, int]:
-    """Merge the answers of all ranks about their leftovers of the last call.
-
-    Each answer has three items: the id of the kept plan ("" if the plan does not fit), whether this rank's values have changed,
-    and whether it has kept host memory for messages.
-
-    Returns
-    -------
-    fits, has_changed, has_memory, first
-        Whether the same plan fits on all ranks; whether values of any rank have changed; whether all have kept memory; and a
-        number for the first message in new memory.
-    """
-    plans, changed, memory = zip(*answers, strict=True)
-    return len({*plans}) == 1 and plans[0] != "", any(changed), all(memory), secrets.randbits(24) << 6
+_KEPT: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
 
 
 class Job:
@@ -139,7 +63,7 @@ class Job:
 
         1. `open_live`: make a catalog of the pieces of all ranks.
         2. `LiveValues.share`: give every rank the values of all ranks.
-        3. `_vote`: let rank 0 judge whether every rank can load.
+        3. `vote`: let rank 0 judge whether every rank can load.
         4. `plan_moves`: gather the wanted rows, and plan the rounds.
         5. `open_exchange`: make the groups for messages, one for each device that any rank needs.
         """
@@ -150,7 +74,9 @@ class Job:
         self._values.share(comm, captured.values, source.tables)
         opened = states.open(captured, source.catalog, self._values)
         resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
-        verdict = self._vote(comm, opened, resolved)
+        target, load = opened.target, self._options.load
+        wishes = Wanted(target.prefixes, opened.names, opened.unfit, target.unplaced)
+        verdict = vote(comm, opened.saved, resolved, wishes, load, hints=target.hints(opened.values))
         resolved = drop_refused(opened.saved, resolved, verdict.refused)
         # place: the index in dst of each wanted tensor. sources: for each that will be loaded, the catalog's tensor with its
         # bytes.
@@ -212,7 +138,7 @@ class Job:
         `move_opened`.
         """
         key = group_of(self._group)
-        kept = _Kept() if key is None else _KEPT.pop(key, _Kept())
+        kept = Kept() if key is None else _KEPT.pop(key, Kept())
         fits, has_memory = self._bind_kept(comm, kept)
         if not fits:
             self._values, self._addresses = LiveValues(may_lack=self._options.load.may_lack), ()
@@ -229,10 +155,10 @@ class Job:
             is_small = self.plan.num_rows <= KEPT_ROWS and self._values.num_bytes <= KEPT_BYTES
             keeps = is_small and not callable(self._options.rename)  # a function may give other names the next time
             plan, values = (self.plan, self._values) if keeps else (None, None)
-            _KEPT[key] = _Kept(plan, values, None if self.exchanges[0] is None else self._buffers[0])
+            _KEPT[key] = Kept(plan, values, None if self.exchanges[0] is None else self._buffers[0])
         return report
 
-    def _bind_kept(self, comm: Comm, kept: _Kept) -> tuple[bool, bool]:
+    def _bind_kept(self, comm: Comm, kept: Kept) -> tuple[bool, bool]:
         """Open both states by the kept plan. Return whether that plan fits on all ranks, and whether all have kept host memory.
 
         Collective: a gather and a broadcast; where values have changed, `LiveValues.share`, and a gather and a broadcast again.
@@ -252,7 +178,7 @@ class Job:
                 except Exception:
                     known = ""  # `begin` raises the errors of the states themselves
             answer = known, changed, kept.buffers is not None
-            fits, has_changed, has_memory, first = merge_of_all(comm, answer, _agreed)
+            fits, has_changed, has_memory, first = merge_of_all(comm, answer, agreed)
             if fits and has_changed:
                 assert captured is not None
                 self._values.share(comm, captured.values, self.plan.source.tables)
@@ -410,12 +336,6 @@ class Job:
         overlaps = self.plan.overlaps
         staged, tied = self.plan.sources.keys() - overlaps.identical, {i for group in overlaps.tied for i in group}
         return Spares(opened.wanted, staged if self._options.staged else tied, may_lack=self._options.load.may_lack)
-
-    def _vote(self, comm: Comm, opened: Opened, resolved: Resolved) -> VoteResult:
-        """Let all ranks vote on whether the load can go on; raise on all of them if it cannot. Collective, as `vote`."""
-        target, saved = opened.target, opened.saved
-        wanted = Wanted(target.prefixes, opened.names, opened.unfit, target.unplaced)
-        return vote(comm, saved, resolved, wanted, self._options.load, hints=target.hints(opened.values))
 
     def _move(self, comm: Comm, opened: Opened | None, failure: BaseException | None) -> LoadReport:
         """Move the opened state: exchange all messages, let all ranks say whether they failed, and put everything in place."""
