@@ -96,9 +96,9 @@ def convert(
         print_note(f"left out: {_left_out_text(report.left_out)}")
 
 
-def _left_out_text(names: Sequence[str], limit: int = 8) -> str:
+def _left_out_text(names: Sequence[str]) -> str:
     """List, as text, the names that a conversion left out; many names are counted by top-level key."""
-    if len(names) <= limit:
+    if len(names) <= 8:
         return ", ".join(names)
     tops: dict[str, int] = {}
     for name in names:

@@ -44,11 +44,6 @@ class ListedStorage(FollowedStorage):
         found._sizes = {key[len(folder) + 1 :]: size for key, size in self.list(folder)}
         return found
 
-    @property
-    def own(self) -> Storage:
-        """The store that this one wraps and caches."""
-        return self._own
-
     def _files(self) -> dict[str, int]:
         if self._sizes is None:
             if self._only is None:

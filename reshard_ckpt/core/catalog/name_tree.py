@@ -61,14 +61,14 @@ def fold(names: Sequence[str], looks: Sequence[Hashable]) -> tuple[Node, ...]:
         for part in name.split(".", MAX_DEPTH):
             branch = branch.below.setdefault(part, _Branch())
         branch.leaf = i
-    return tuple(node for node, _ in _Folder(names, looks).children(root, ""))
+    return tuple(node for node, _ in _Folder(looks).children(root, ""))
 
 
 class _Folder:
     """The state of one call of `fold`: it gives subtrees that look the same the same number."""
 
-    def __init__(self, names: Sequence[str], looks: Sequence[Hashable]) -> None:
-        self._names, self._looks = names, looks
+    def __init__(self, looks: Sequence[Hashable]) -> None:
+        self._looks = looks
         self._numbers: dict[Hashable, int] = {}
 
     def children(self, branch: _Branch, prefix: str) -> list[tuple[Node, int]]:

@@ -142,7 +142,8 @@ def pin(view: memoryview) -> bool:
 
     Return False if `REGISTRARS` lacks the type of the device, or if the driver refuses.
     """
-    registrar, mapping = _registrar(), view.obj
+    accelerator, mapping = current_accelerator(), view.obj
+    registrar = None if accelerator is None else REGISTRARS.get(accelerator.type)
     assert isinstance(mapping, PinnableMap)
     if registrar is None or mapping.registrar is not None:
         return registrar is not None
@@ -153,11 +154,6 @@ def pin(view: memoryview) -> bool:
         return False
     mapping.registrar, mapping.address, mapping.device = registrar, address, torch.accelerator.current_stream().device
     return True
-
-
-def _registrar() -> Registrar | None:
-    accelerator = current_accelerator()
-    return None if accelerator is None else REGISTRARS.get(accelerator.type)
 
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:

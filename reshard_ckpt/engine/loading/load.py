@@ -22,7 +22,7 @@ import torch
 
 from ...comm.protocol import Comm, merge_of_all, union
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import CODES, PieceColumns, TensorSpec, piece_columns
+from ...core.catalog.specs import CODES, TensorSpec, piece_columns
 from ...core.geometry.runs import I64
 from ...core.planning.load_plan import LoadPlan, plan_load
 from ...core.planning.match import Match, fault_text, faults_of, match, uncovered
@@ -84,14 +84,12 @@ class Resolved:
     """The tensors that this rank will read, and the problems with the others, by kind.
 
     ``specs[i]``, ``targets[i]`` and ``source[i]`` belong to one tensor: its spec, the memory to fill, and its index in the
-    catalog. `wanted` has the pieces of all these tensors, and `plan` the reads from files. `ties` are targets that may share
-    memory.
+    catalog. `plan` has the reads from files. `ties` are targets that may share memory.
     """
 
     specs: tuple[TensorSpec, ...]
     targets: tuple[ReadTarget, ...]
     source: I64
-    wanted: PieceColumns
     plan: LoadPlan
     ties: tuple[Tie, ...]
     problems: dict[str, tuple[str, ...]]
@@ -158,7 +156,6 @@ def resolve(
         specs=kept,
         targets=targets,
         source=source,
-        wanted=wanted,
         plan=plan,
         ties=find_ties(kept, targets, source, wanted),
         problems={"missing": found.missing, "shape": found.shape, "dtype": found.dtype, "uncovered": tuple(gaps.values())},
@@ -192,14 +189,13 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
         return resolved
     keep = [i for i, index in enumerate(resolved.source.tolist()) if index not in refused]
     specs = tuple(resolved.specs[i] for i in keep)
-    source, wanted = resolved.source[keep], piece_columns(specs)
+    source = resolved.source[keep]
     return replace(
         resolved,
         specs=specs,
         targets=tuple(resolved.targets[i] for i in keep),
         source=source,
-        wanted=wanted,
-        plan=plan_load(catalog, source, wanted, resolved.window_bytes),
+        plan=plan_load(catalog, source, piece_columns(specs), resolved.window_bytes),
         ties=tuple(tie._replace(members=tuple(m for m in tie.members if m.source not in refused)) for tie in resolved.ties),
     )
 
