@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ..core.catalog.specs import Mesh, TensorSpec, ValueSpec
-from ..core.memo import Memo
+from ..core.planning.local_metadata import Memo
 from ..engine.common.tensor_bytes import LocalTensor
 from .dtensor import dtensor_class, local_tensors
 from .entries import Kind

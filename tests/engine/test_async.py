@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import CODES
-from reshard_ckpt.core.memo import Memo
+from reshard_ckpt.core.planning.local_metadata import Memo
 from reshard_ckpt.engine.saving import async_save, staging, write
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.staging import Staging, ring_bytes

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from ...comm.protocol import Comm
 from ...core.catalog.model import FileEntry, ValueEntry
-from ...core.memo import Memo
+from ...core.planning.local_metadata import Memo
 from ...core.planning.save_plan import SavePlan, plan_save
 from ...errors import UsageError
 from ...format.files import digest128, new_save_id

@@ -18,8 +18,7 @@ import torch
 from ...core.catalog import param_groups
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import Mesh, StateLink, TensorSpec, ValueKind, ValueSpec, blob_name, box_piece, row_major_strides
-from ...core.memo import Memo
-from ...core.planning.local_metadata import LocalMetadata, build_local_metadata
+from ...core.planning.local_metadata import LocalMetadata, Memo, build_local_metadata
 from ...core.planning.merge import OWN_VALUES, MergedTables
 from ...core.report import summarize
 from ...errors import LayoutError

@@ -21,8 +21,7 @@ from ...core.catalog.packed import PackedRows, packed_size
 from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind, ValueSpec
 from ...core.geometry.columns import ColumnTable, columns_of
 from ...core.geometry.runs import I64, pad_left, ranges
-from ...core.memo import Memo
-from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns
+from ...core.planning.local_metadata import JobMetadata, LocalMetadata, Memo, RowColumns, TensorColumns
 from ...core.planning.save_plan import SavePlan
 from ...format.files import digests_key
 

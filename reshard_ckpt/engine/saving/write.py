@@ -25,7 +25,7 @@ from ...core.catalog.packed import PackedRows
 from ...core.catalog.specs import ITEM_BYTES
 from ...core.geometry.columns import columns_of, concatenated
 from ...core.geometry.runs import I64
-from ...core.memo import Memo
+from ...core.planning.local_metadata import Memo
 from ...errors import StorageError, UsageError
 from ...format.files import BLOCK_BYTES, BlockHasher, digest128, digests_key, file_key
 from ...format.shard_file import ALIGNMENT, Member, header, header_cost, make_member

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
-from reshard_ckpt.core.memo import Memo
+from reshard_ckpt.core.planning.local_metadata import Memo
 from reshard_ckpt.engine.saving import agreement, local_shards, write
 from reshard_ckpt.state import describe, dtensor, kept, layouts
 from reshard_ckpt.storage import open_storage
