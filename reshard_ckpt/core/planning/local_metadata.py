@@ -1,6 +1,6 @@
 """Local metadata: descriptions of the tensors, pieces and values of one rank, as columns that can be sent and merged.
 
-A training loop saves the same layout again and again: `Memo` keeps what was made for it.
+A training loop saves the same layout again and again, so `Memo` keeps the values that were made for it.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _check_inside(specs: Sequence[TensorSpec], pieces: PieceColumns, shape: I64)
 
 
 class Memo(Generic[Key, Value]):
-    """A cache of the last `limit` keys and their values, so that what is saved again is described once. Thread-safe.
+    """A cache of the last `limit` keys and their values. Thread-safe.
 
     >>> memo = Memo(2)
     >>> [memo.get(key, lambda: key * 10) for key in (1, 2, 1)]

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...comm.protocol import Comm, SoloComm, merge_of_all
+from ...comm.protocol import Comm, merge_of_all
 from ...core.catalog.model import Catalog
 from ...format.dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
-from ..common.progress import OnProgress, SharedTally, silent
+from ..common.progress import OnProgress, SharedTally
 from ..common.sections import share_cut
 from ..loading.stream import Run, whole_run
 from .statistics import NUMPY_DTYPES, as_numbers, windows_of
@@ -60,24 +60,12 @@ class Side(NamedTuple):
     tensors: Sequence[int]
 
 
-def compare(
-    names: Sequence[str], a: Side, b: Side, report: OnProgress = silent, comm: Comm | None = None
-) -> list[TensorDifference]:
+def compare(names: Sequence[str], a: Side, b: Side, report: OnProgress, comm: Comm) -> list[TensorDifference]:
     """Find the tensors whose bytes differ; both sides have the same shapes, in the same order.
 
-    Collective if `comm` has several ranks: a gather of the differences and a broadcast of them all.
-
-    Parameters
-    ----------
-    comm
-        The ranks that share the reading; by default this process is on its own.
-
-    Raises
-    ------
-    CorruptError
-        A file of either is damaged.
+    The ranks of `comm` share the reading. Collective if there are several: a gather of the differences and a broadcast of them
+    all. Raise `CorruptError` if a file of either side is damaged.
     """
-    comm = comm or SoloComm()
     sources_a = [a.catalog.source(tensor) for tensor in a.tensors]
     sources_b = [b.catalog.source(tensor) for tensor in b.tensors]
     keys = list(zip(sources_a, sources_b, strict=True))

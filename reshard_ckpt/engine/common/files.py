@@ -254,12 +254,7 @@ class FileDigests:
     def of(self, files: Sequence[int]) -> dict[int, Digests]:
         """Return the block digests of some files, by file index. Files whose digests are absent or not read are left out.
 
-        The first call for a file also checks its size.
-
-        Raises
-        ------
-        CorruptError
-            As for `open_files`.
+        The first call for a file also checks its size. Errors are those of `open_files`.
         """
         with self._lock:
             unchecked = [file for file in files if file not in self._checked]

@@ -84,7 +84,9 @@ class RunLineage:
         self._loaded = step, in_store
 
     def begin(self, newer: Callable[[int], Iterable[str]], own: Callable[[int], str], *, always: bool) -> bool:
-        """Record in the lineage, before the first save after a load, that a new attempt begins. Collective if one begins.
+        """Record in the lineage, before the first save after a load, that a new attempt begins; return whether one begins.
+
+        Collective if it does.
 
         Parameters
         ----------
@@ -94,11 +96,6 @@ class RunLineage:
             Returns the id of the save of a step that was loaded from the store. Called on rank 0.
         always
             Begin an attempt also if nothing was loaded, before the first save of this job.
-
-        Returns
-        -------
-        bool
-            Whether an attempt was begun.
         """
         if self._loaded is None and (self._is_begun or not always):
             if self.is_unwritten and self._is_first:

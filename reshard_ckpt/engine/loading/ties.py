@@ -86,12 +86,8 @@ def conflicts(
 ) -> list[str]:
     """Return one line of text for each tie that a load must refuse. No target changes.
 
-    Its targets would get different bytes from the checkpoint, or one of them is not aligned for its dtype.
-
-    Raises
-    ------
-    CorruptError
-        A file or a block is damaged.
+    Its targets would get different bytes from the checkpoint, or one of them is not aligned for its dtype. Raise `CorruptError`
+    if a file or a block is damaged.
     """
     checker = _TieChecker(storage, catalog, verify, quantized)
     return list(dict.fromkeys(line for tie in ties if (line := checker.conflict(tie)) is not None))

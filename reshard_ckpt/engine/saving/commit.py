@@ -140,12 +140,7 @@ def write_and_commit(job: SaveJob, source: AbstractContextManager[Chunks]) -> Wr
 
     An error may come at any moment, such as Ctrl-C. Once the gather of receipts has ended, only rank 0 knows whether the catalog
     was published, so no other rank deletes files then. If rank 0 is interrupted in the gather, it may not know whether it has
-    ended. So rank 0 deletes the files of all ranks.
-
-    Parameters
-    ----------
-    source
-        Opens the bytes to write.
+    ended. So rank 0 deletes the files of all ranks. `source` opens the bytes to write.
     """
     comm, storage = job.comm, job.storage
 

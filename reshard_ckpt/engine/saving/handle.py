@@ -158,13 +158,7 @@ _RUNNING: WeakSet[RunningSave] = WeakSet()
 
 
 def saves_to(path: str) -> list[SaveHandle]:
-    """Return the saves of this process to a path that are under way, or whose error nobody has asked for.
-
-    Parameters
-    ----------
-    path
-        The path that was passed to the save, or an absolute path of the same folder.
-    """
+    """Return the saves of this process to a path (as given, or absolute) that are under way, or whose error nobody asked for."""
     wanted = resolved_path(path)
     saves = [save for save in _RUNNING if resolved_path(save.path) == wanted]
     return [SaveHandle(save) for save in saves if not save.committed.done() or save.has_unseen_error]
