@@ -35,12 +35,8 @@ def cast_dtypes(
 ) -> dict[str, str]:
     """Map tensors to the dtypes that they are converted to; the first pattern that matches a tensor wins.
 
-    Raises
-    ------
-    UsageError
-        A dtype is not a floating-point one, or a pattern matches no floating-point tensor.
-    UnsupportedError
-        A pattern matches a quantized tensor that cannot be dequantized.
+    Raise `UsageError` if a dtype is not a floating-point one, or a pattern matches no floating-point tensor. Raise
+    `UnsupportedError` if a pattern matches a quantized tensor that cannot be dequantized.
     """
     dtypes: dict[str, str] = {}
     for pattern, wanted in (cast or {}).items():

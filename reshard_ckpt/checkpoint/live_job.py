@@ -296,12 +296,7 @@ class Job:
         """Open both states, and check that the kept plan still fits.
 
         It fits if both states have the layouts and the shared memory that it was made for. Unless ``strict=False``, every value
-        must fit too that fitted when the plan was made.
-
-        Raises
-        ------
-        UsageError, MismatchError
-            The plan does not fit.
+        must fit too that fitted when the plan was made. Raise `UsageError` or `MismatchError` if the plan does not fit.
         """
         plan = self.plan
         opened = self._states.open(captured, plan.source.catalog, self._values)

@@ -200,10 +200,7 @@ class Recovery:
     def _ask_survivors(self, comm: Comm) -> int | None:
         """Return the one step at which all survivors are; None if no rank knows its step. Collective.
 
-        Raises
-        ------
-        LayoutError
-            No rank is alive, or they are at different steps.
+        Raise `LayoutError` if no rank is alive, or they are at different steps.
         """
         captured = capture(self._source, process_group=self._session["process_group"])
         step = step_in(captured.values) if self._step is None else self._step

@@ -255,12 +255,7 @@ def _write(
 def _exclusive(target: Storage, save_id: str) -> Iterator[Lock | None]:
     """Hold a lock on the folder of this reshard, because the same command started twice would write the same files.
 
-    Yields the lock; None in a store without locks.
-
-    Raises
-    ------
-    StorageError
-        The same reshard is under way.
+    Yields the lock; None in a store without locks. Raise `StorageError` if the same reshard is under way.
     """
     try:
         lock = target.lease(f"{save_id}/{RESHARD_LOCK}", b"reshard", once=True)

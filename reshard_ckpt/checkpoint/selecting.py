@@ -33,10 +33,7 @@ class SelectedNames(NamedTuple):
 def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
     """Select the tensors and values of these names; None selects all.
 
-    Raises
-    ------
-    MismatchError
-        The checkpoint has nothing for one of the names.
+    Raise `MismatchError` if the checkpoint has nothing for one of the names.
     """
     kinds = saved.names, saved.value_names, tuple(saved.unreadable)
     if names is None:
@@ -71,10 +68,7 @@ def matching(names: Sequence[str], name: str) -> list[str]:
 def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames:
     """Select names (None: all), without the excluded ones.
 
-    Raises
-    ------
-    MismatchError
-        The checkpoint has nothing for one of the names.
+    Raise `MismatchError` if the checkpoint has nothing for one of the names.
     """
     taken = match_names(saved, as_list(select))
     if exclude is None:

@@ -56,10 +56,7 @@ def stage_boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...
 def read_rules(rules: Any) -> Any:
     """Return rules as plain data; a path is read as a YAML file.
 
-    Raises
-    ------
-    UsageError
-        The file cannot be read, or has a key twice.
+    Raise `UsageError` if the file cannot be read, or has a key twice.
     """
     if not isinstance(rules, str | os.PathLike):
         return rules
@@ -120,10 +117,7 @@ def _refuse_duplicate_keys(root: Any, where: str) -> None:
 def renamed_catalog(source: Source, rename: Mapping[str, str] | Callable[[str], str] | None, *, verify: bool) -> Catalog:
     """Return the catalog of a source with the names that the option ``rename=`` gives.
 
-    Raises
-    ------
-    UsageError
-        An old name of the mapping matches nothing in the checkpoint, which is surely a mistake.
+    Raise `UsageError` if an old name of the mapping matches nothing in the checkpoint, which is surely a mistake.
     """
     catalog = source.catalog
     if rename is None:

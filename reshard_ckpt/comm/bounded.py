@@ -154,17 +154,14 @@ os.register_at_fork(after_in_child=_IDLE.clear)
 def bounded(call: Callable[[], T], timeout_s: float, what: str, *, look: Callable[[], None] | None = None) -> T:
     """Make a call that may block, and wait at most `timeout_s` for its result, which is returned.
 
+    Raise `PeerError` if the time is over. The call goes on in its thread, so its arguments must not be used any more.
+
     Parameters
     ----------
     what
         The beginning of the error message, such as "the ranks did not meet".
     look
         Called about twice a second while the call is under way. It may raise, for example if the call can never return.
-
-    Raises
-    ------
-    PeerError
-        The time is over. The call goes on in its thread, so its arguments must not be used any more.
     """
     made = _begin(call)
     if made is None:
@@ -204,12 +201,8 @@ def _is_done(made: _Call[Any], seconds: float) -> bool:
 def holding(lock: threading.Lock, call: Callable[[], T], timeout_s: float, what: str) -> T:
     """Return the result of a call, made while this thread holds a lock, and after an interrupt at any moment hold it no more.
 
-    Another thread may hold the lock for long, while that thread waits for other ranks.
-
-    Raises
-    ------
-    PeerError
-        The lock was not free within `timeout_s`.
+    Another thread may hold the lock for long, while that thread waits for other ranks. Raise `PeerError` if the lock was not free
+    within `timeout_s`.
     """
     taken: list[bool] = []
     try:
@@ -226,10 +219,7 @@ def holding(lock: threading.Lock, call: Callable[[], T], timeout_s: float, what:
 def named_failure(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
     """Turn torch's errors in the ``with`` block (a rank is absent, a store does not answer) into a `PeerError` about `ranks`.
 
-    Raises
-    ------
-    PeerError
-        Torch raised an error. Torch does not say which rank is at fault.
+    Raise `PeerError` if torch raised an error. Torch does not say which rank is at fault.
     """
     try:
         yield
@@ -270,12 +260,7 @@ class StoreConnection:
     def open(self, timeout_s: float) -> BoundedStore:
         """Return the store with a limit of `timeout_s` seconds for each reply; connect first if there is no connection.
 
-        Raises
-        ------
-        PeerError
-            No connection was made within `timeout_s`.
-        DistError
-            The store does not answer.
+        Raise `PeerError` if no connection was made within `timeout_s`, and `DistError` if the store does not answer.
         """
 
         def opened() -> BoundedStore:
@@ -432,12 +417,8 @@ class BoundedStore:
     def on_worker(self, requests: Callable[[Any], T]) -> T:
         """Call ``requests(store)`` with torch's store on a worker thread, and return its result.
 
-        Put several requests into one function: handing over to the thread costs more than a request.
-
-        Raises
-        ------
-        DistError
-            The replies did not come in time, or the store has failed.
+        Put several requests into one function: handing over to the thread costs more than a request. Raise `DistError` if the
+        replies did not come in time, or the store has failed.
         """
         if not self._connection.has(self._client):
             raise StoreLost("it has not replied before")

@@ -112,10 +112,7 @@ class Group:
     def named(self, name: str, timeout_s: float) -> BoundedStore:
         """Return the part of the job's store below `name`. No earlier attempt of the job may have used this name.
 
-        Raises
-        ------
-        PeerError
-            The store does not answer.
+        Raise `PeerError` if the store does not answer.
         """
         with named_failure("the ranks did not reach the job's key-value store"):
             return self.connection.open(timeout_s).below(f"{self.prefix}/{name}")
@@ -124,12 +121,8 @@ class Group:
 def group_of_ranks(group: dist.ProcessGroup, timeout_s: float) -> Group:
     """Return the cached `Group` of a process group; make it in the first call. This process must be a member.
 
-    Raises
-    ------
-    UsageError
-        This process was forked from the one that joined the job.
-    PeerError
-        The job's store did not answer in time; or, if the job has none, another rank.
+    Raise `UsageError` if this process was forked from the one that joined the job, and `PeerError` if the job's store did not
+    answer in time; or, if the job has none, another rank.
     """
     if _INHERITED and dist.group.WORLD is _INHERITED[0]:
         raise UsageError(

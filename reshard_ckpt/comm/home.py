@@ -61,10 +61,7 @@ class Home:
     def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Neighbours]:
         """Return the part of the store that belongs to the session `name`, and the ranks of this machine.
 
-        Raises
-        ------
-        PeerError
-            Rank 0 has not come within `timeout_s`, or the job's store is gone.
+        Raise `PeerError` if rank 0 has not come within `timeout_s`, or the job's store is gone.
         """
         with named_failure(f"{title}: the job's key-value store does not answer"):
             holding(self._lock, lambda: self._meet(title, timeout_s), timeout_s, f"{title}: the ranks did not meet")
@@ -158,10 +155,7 @@ class Home:
     def _reach(self, record: bytes, timeout_s: float) -> Any:
         """Connect to the store at an address that was read; None if no store answers.
 
-        Raises
-        ------
-        ConnectionRefusedError
-            No process listens at the address, or the store there is that of another job or attempt.
+        Raise `ConnectionRefusedError` if no process listens at the address, or the store there is that of another job or attempt.
         """
         probe_s = min(_PROBE_S, max(timeout_s, _LEAST_PROBE_S))
         try:

@@ -70,17 +70,14 @@ class Links:
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], ends: float) -> None:
         """Send a buffer to each rank of `outgoing` and fill a buffer from each rank of `incoming`, all at once, in chunks.
 
+        Raise `PeerError` if a rank did not come in time, or is gone.
+
         Parameters
         ----------
         outgoing, incoming
             1-D uint8 buffers in host memory, by rank.
         ends
             The deadline for all of it, by `time.monotonic`.
-
-        Raises
-        ------
-        PeerError
-            A rank did not come in time, or is gone.
         """
         longest = max((len(data) for data in (*outgoing.values(), *incoming.values())), default=0)
         under_way: deque[list[tuple[int, Any]]] = deque()
@@ -127,7 +124,8 @@ def gloo_group(store: Any, ended: Ended, members: Sequence[int], rank: int, *, t
     """Make a gloo group of some ranks. Its members must pass the same part of the job's store, which no group has used.
 
     ``dist.new_group`` is not fit for some of the ranks: it names a group after the number of groups that each rank is in already.
-    Ranks that are in more groups than others wait for the others for ever.
+    Ranks that are in more groups than others wait for the others for ever. Raise `PeerError` if the others did not come in time,
+    or have ended.
 
     Parameters
     ----------
@@ -139,11 +137,6 @@ def gloo_group(store: Any, ended: Ended, members: Sequence[int], rank: int, *, t
         The number of this process among them.
     what
         The beginning of the error's message, for ranks that do not meet.
-
-    Raises
-    ------
-    PeerError
-        The others did not come in time, or have ended.
     """
     own = BoundedStore.of(store, timeout_s)
     own.allow(timeout_s)

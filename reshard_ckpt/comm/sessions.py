@@ -103,12 +103,8 @@ def open_turn(kind: str, subject: str, *, process_group: dist.ProcessGroup | Non
 def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
     """Return the `Group` of a process group; None if this process is on its own.
 
-    Raises
-    ------
-    UsageError
-        `timeout_s` is not a positive number of seconds, or this process is not in the group.
-    PeerError
-        The job's store did not answer in time; or, if the job has none, another rank.
+    Raise `UsageError` if `timeout_s` is not a positive number of seconds, or this process is not in the group. Raise `PeerError`
+    if the job's store did not answer in time; or, if the job has none, another rank.
     """
     _refuse_no_time(timeout_s)
     if process_group is ALONE:
@@ -142,14 +138,8 @@ def _refuse_no_time(timeout_s: Any) -> None:
 def launched_group(timeout_s: float = 600) -> Iterator[None]:
     """In the ``with`` block, have a process group of all processes that ``torchrun`` started.
 
-    Do nothing for one process, or if there is a group.
-
-    Raises
-    ------
-    UsageError
-        `timeout_s` is not a positive number of seconds.
-    PeerError
-        Not all processes came in time.
+    Do nothing for one process, or if there is a group. Raise `UsageError` if `timeout_s` is not a positive number of seconds, and
+    `PeerError` if not all processes came in time.
     """
     _refuse_no_time(timeout_s)
     size = os.environ.get("WORLD_SIZE", "")

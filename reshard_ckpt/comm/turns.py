@@ -40,10 +40,7 @@ class Meeting(NodeComm):
     def meet(self, flags: int, look: Callable[[], None]) -> int:
         """Wait until all ranks have come, and return the flags of all ranks, or-ed. `look` is called about twice a second.
 
-        Raises
-        ------
-        PeerError
-            A rank has ended, or did not come in time.
+        Raise `PeerError` if a rank has ended, or did not come in time.
         """
         word = 1 + sum((flags & flag > 0) << _BITS * i for i, flag in enumerate((FAILED, CHANGED), 1))
         with self._reachable():
@@ -113,15 +110,12 @@ class Turn:
     def meet(self, flags: int, before: Turn | None) -> int:
         """Wait until all ranks have come to this turn, and return the flags of all ranks, or-ed. Collective.
 
+        Raise `PeerError` if a rank did not come in time, has ended, or called something else.
+
         Parameters
         ----------
         before
             An earlier turn, whose keys rank 0 deletes: once all ranks have come here, none uses them.
-
-        Raises
-        ------
-        PeerError
-            A rank did not come in time, has ended, or called something else.
         """
         if self._place is None:
             return flags
@@ -139,10 +133,7 @@ class Turn:
     def look(self) -> None:
         """Check whether another rank has failed or made another call instead of coming to this turn, and raise its error.
 
-        Raises
-        ------
-        CheckpointError
-            The other rank gave up because of this error; a `PeerError` if it made another call.
+        Raise `CheckpointError` if the other rank gave up because of this error, and `PeerError` if it made another call.
         """
         if self._place is not None and self._place.comm().is_for_others(self._place.call):
             with self.opened():

@@ -248,10 +248,8 @@ def few(names: Sequence[str], limit: int = 5, between: str = ", ") -> str:
 def check_text(text: str, what: str) -> None:
     """Raise an error if a text cannot be written to a catalog; the message calls it `what`, such as "a name".
 
-    Raises
-    ------
-    UnsupportedError
-        The text has a lone surrogate, as results of `os.fsdecode` may, or more than `MAX_NAME_BYTES` bytes.
+    Raise `UnsupportedError` if the text has a lone surrogate, as results of `os.fsdecode` may, or more than `MAX_NAME_BYTES`
+    bytes.
     """
     if text.isascii():
         num_bytes = len(text)
@@ -340,10 +338,7 @@ def duration_s(text: str | float, *, option: str, or_zero: bool = False, other: 
     >>> duration_s("6h", option="mtbf"), duration_s("10min", option="persist_every"), duration_s(90, option="mtbf")
     (21600.0, 600.0, 90.0)
 
-    Raises
-    ------
-    UsageError
-        The text is not a duration, or the duration is not above zero.
+    Raise `UsageError` if the text is not a duration, or the duration is not above zero.
     """
     seconds = math.nan
     if isinstance(text, str):

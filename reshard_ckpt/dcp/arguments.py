@@ -46,10 +46,7 @@ class StorageFolder:
 def save_path(checkpoint_id: Path | None, writer: Any) -> Path:
     """Return the path to save to: `checkpoint_id`, or else the folder that the storage writer names.
 
-    Raises
-    ------
-    UsageError
-        No argument names a path; or the path holds a checkpoint, and the writer must not overwrite it.
+    Raise `UsageError` if no argument names a path; or the path holds a checkpoint, and the writer must not overwrite it.
     """
     path = load_path(checkpoint_id, writer)
     if getattr(writer, "overwrite", True) is False:

@@ -46,13 +46,7 @@ _CALLS = {"save": save, "async_save": async_save, "load": load}
 
 
 def is_custom(option: str, given: object) -> bool:
-    """Return whether a storage or stager is the caller's own.
-
-    Raises
-    ------
-    UsageError
-        Its class is not one that DCP takes.
-    """
+    """Return whether a storage or stager is the caller's own. Raise `UsageError` if its class is not one that DCP takes."""
     base, *supported = _OPTIONS[option]
     return given is not None and type(given) not in supported and _checked(option, given, base)
 
@@ -60,10 +54,7 @@ def is_custom(option: str, given: object) -> bool:
 def is_custom_planner(planner: object, *, saving: bool) -> bool:
     """Return whether a planner is the caller's own. Options of torch's default planner are ignored.
 
-    Raises
-    ------
-    UsageError
-        Its class is not one that DCP takes; or it has ``flatten_state_dict=False``.
+    Raise `UsageError` if its class is not one that DCP takes; or it has ``flatten_state_dict=False``.
     """
     default, base = (DefaultSavePlanner, SavePlanner) if saving else (DefaultLoadPlanner, LoadPlanner)
     check_flattens(planner)
@@ -79,6 +70,8 @@ def _checked(option: str, given: object, base: type[Any]) -> bool:
 def call_torch(call: str, state_dict: Any, checkpoint_id: Path | None, store: Any, **options: Any) -> Any:
     """Call torch's own `save`, `async_save` or `load`.
 
+    Raise `UnsupportedError` if this release of torch lacks an argument that was given.
+
     Parameters
     ----------
     call
@@ -87,11 +80,6 @@ def call_torch(call: str, state_dict: Any, checkpoint_id: Path | None, store: An
         Its storage argument. A storage that only names a folder is replaced by this library's.
     options
         All other arguments. Those with the default value are left out: not every release of torch has each of them.
-
-    Raises
-    ------
-    UnsupportedError
-        This release of torch lacks an argument that was given.
     """
     option, path = "storage_reader" if call == "load" else "storage_writer", named_path(checkpoint_id, store)
     ours = _OPTIONS[option][1]

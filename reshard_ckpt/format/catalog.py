@@ -75,10 +75,7 @@ _KNOWN = frozenset(_SECTIONS) | {f"{section}.{field}" for section, forms in _FOR
 def encode_catalog(catalog: Catalog) -> bytes:
     """Return the bytes of a catalog file; equal catalogs have equal bytes.
 
-    Raises
-    ------
-    UnsupportedError
-        `decode_catalog` would refuse the catalog.
+    Raise `UnsupportedError` if `decode_catalog` would refuse the catalog.
     """
     for problem in problems(catalog):
         raise UnsupportedError(f"catalog: {problem}; this state cannot be saved as it is")
@@ -98,17 +95,14 @@ def encode_catalog(catalog: Catalog) -> bytes:
 def decode_catalog(data: bytes | memoryview, *, is_checked: bool = False) -> Catalog:
     """Read and check a catalog file.
 
+    Raise `CorruptError` if the file is damaged or hostile, or a newer version wrote it in a way that this version cannot read.
+
     Parameters
     ----------
     data
         All of the file.
     is_checked
         Whether another process has decoded these very bytes without an error: their contents are not checked again.
-
-    Raises
-    ------
-    CorruptError
-        The file is damaged or hostile, or a newer version wrote it in a way that this version cannot read.
     """
     if len(data) > MAX_CATALOG_BYTES:
         raise CorruptError(f"catalog: {len(data)} bytes, over the {MAX_CATALOG_BYTES} that are read; use another checkpoint")
@@ -269,10 +263,7 @@ def _open_sections(data: bytes | memoryview) -> Callable[[str], Table]:
 def _decode_tables(info: Table, open_section: Callable[[str], Table]) -> Catalog:
     """Read all sections of a catalog. The section `info` is open already; `open_section` opens another by its name.
 
-    Raises
-    ------
-    CorruptError
-        A column is missing, or has another type or length than it must have.
+    Raise `CorruptError` if a column is missing, or has another type or length than it must have.
     """
     lossy = info.fields.get("lossy", {})
     if not isinstance(lossy, dict) or not {str}.issuperset(map(type, (*lossy, *lossy.values()))):

@@ -235,10 +235,7 @@ def dtype_code(dtype: torch.dtype, name: str) -> str:
     >>> dtype_code(torch.bfloat16, "model.w")
     'BF16'
 
-    Raises
-    ------
-    UnsupportedError
-        The format has no such element type.
+    Raise `UnsupportedError` if the format has no such element type.
     """
     code = _CODES.get(str(dtype))
     if code is None:

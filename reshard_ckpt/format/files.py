@@ -120,10 +120,7 @@ def encode_manifest(digests: Mapping[str, bytes]) -> bytes:
 def decode_manifest(data: bytes, *, where: str) -> dict[str, bytes]:
     """Decode a manifest, and return the SHA-256 of each file by path.
 
-    Raises
-    ------
-    CorruptError
-        It is not text, a line has another form, or a path is listed twice.
+    Raise `CorruptError` if it is not text, a line has another form, or a path is listed twice.
     """
     try:
         lines = data.decode().splitlines()
@@ -286,6 +283,8 @@ def encode_digests(values: Iterable[int] | NDArray[np.uint64], block_bytes: int,
 def decode_digests(data: bytes | memoryview, file_size: int, *, name: str = "digests file") -> Digests:
     """Read a digests file.
 
+    Raise `CorruptError` if the digests file is damaged, or of a newer version, or belongs to a file of another size.
+
     Parameters
     ----------
     data
@@ -294,11 +293,6 @@ def decode_digests(data: bytes | memoryview, file_size: int, *, name: str = "dig
         The size of the shard file, which the header must have.
     name
         Its name in messages.
-
-    Raises
-    ------
-    CorruptError
-        The digests file is damaged, or of a newer version, or belongs to a file of another size.
     """
     if len(data) < _HEADER.size:
         raise CorruptError(f"{name}: {len(data)} bytes, less than a header of {_HEADER.size}; use another checkpoint")

@@ -125,6 +125,8 @@ def header_cost(member: Member) -> int:
 def header(members: Sequence[Member], metadata: Mapping[str, str], alignment: int = ALIGNMENT) -> bytes:
     """Encode the header of a shard file. The data of the members follow it without gaps.
 
+    Raise `UsageError` if two members have one name, or the header is larger than safetensors reads.
+
     Parameters
     ----------
     members
@@ -133,11 +135,6 @@ def header(members: Sequence[Member], metadata: Mapping[str, str], alignment: in
         Text that any safetensors tool shows.
     alignment
         The header is padded with spaces to a multiple of this many bytes.
-
-    Raises
-    ------
-    UsageError
-        Two members have one name, or the header is larger than safetensors reads.
     """
     table: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
@@ -166,12 +163,8 @@ def header_num_bytes(data: bytes | memoryview, *, name: str = "shard file") -> i
 def parse_header(data: bytes | memoryview, *, file_size: int | None = None, name: str = "shard file") -> Header:
     """Read the header of a safetensors file; `data` begins with the file and holds at least its header.
 
-    Raises
-    ------
-    CorruptError
-        The header breaks a rule of safetensors, or does not describe a file of `file_size` bytes.
-    UnsupportedError
-        A member has a dtype that this library does not know.
+    Raise `CorruptError` if the header breaks a rule of safetensors, or does not describe a file of `file_size` bytes. Raise
+    `UnsupportedError` if a member has a dtype that this library does not know.
     """
     end = header_num_bytes(data, name=name)
     if len(data) < end:

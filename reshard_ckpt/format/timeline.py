@@ -83,10 +83,7 @@ def encode_timeline(
 def decode_timeline(data: bytes, *, where: str) -> Timeline:
     """Decode a timeline that `encode_timeline` encoded.
 
-    Raises
-    ------
-    CorruptError
-        The data are not a timeline, or one of another version.
+    Raise `CorruptError` if the data are not a timeline, or one of another version.
     """
     try:
         document = msgpack.unpackb(data, use_list=False)

@@ -173,10 +173,7 @@ def decode_steps(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
 def check_keys(paths: Iterable[tuple[Any, ...]]) -> None:
     """Refuse the paths of a checkpoint if too many of their keys have the same hash, which makes dicts slow (see `core.trees`).
 
-    Raises
-    ------
-    CorruptError
-        More than `MAX_ALIKE` keys have the same hash.
+    Raise `CorruptError` if more than `MAX_ALIKE` keys have the same hash.
     """
     keys = {encode_value(key, "key"): key for path in paths for key in path if type(key) is not str}
     if too_many_alike(keys.values()):

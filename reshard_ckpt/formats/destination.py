@@ -79,7 +79,9 @@ def new_folder(
 ) -> Iterator[OutputFolder]:
     """Yield a folder to write to; when the block ends, it is moved to `dst`, durably.
 
-    If the block raises, nothing is left. If the process is killed, the next call with the same `identity` finds its files.
+    If the block raises, nothing is left. If the process is killed, the next call with the same `identity` finds its files. Raise
+    `UsageError` if `dst` holds something that may not be replaced, and `StorageError` if another conversion to `dst` is under
+    way.
 
     Parameters
     ----------
@@ -90,13 +92,6 @@ def new_folder(
         may write files of the same names there.
     identity
         The hexadecimal digits of the result's identity (see `engine.common.resuming`); None starts anew each time.
-
-    Raises
-    ------
-    UsageError
-        `dst` holds something that may not be replaced.
-    StorageError
-        Another conversion to `dst` is under way.
     """
     if is_object_path(dst):
         with _new_prefix(dst, src, held, identity, overwrite=overwrite) as storage, tempfile.TemporaryDirectory() as notes:
@@ -184,12 +179,8 @@ def _filled(storage: Storage, found: Set[str], note: str, held: list[Lock], *, g
     """Hold the lease of a prefix while it is filled, and add it to `held`. If the block raises, delete its files.
 
     The keys `found` there are of a killed conversion. They are deleted first, unless the block goes on with a whole checkpoint,
-    which then stays in any case.
-
-    Raises
-    ------
-    StorageError
-        Another conversion is under way, or has begun or ended since the keys were found.
+    which then stays in any case. Raise `StorageError` if another conversion is under way, or has begun or ended since the keys
+    were found.
     """
     with _leased(storage, note) as lease:
         now = _keys(storage)
@@ -304,12 +295,8 @@ def _busy_error(path: str) -> StorageError:
 def _remove_leftovers(path: str, own: str) -> None:
     """Remove the folders of killed attempts, and unfinished moves in `own`, the folder of this one.
 
-    Move old content back to its place if an attempt was cut off between its two moves.
-
-    Raises
-    ------
-    StorageError
-        Another attempt is alive.
+    Move old content back to its place if an attempt was cut off between its two moves. Raise `StorageError` if another attempt is
+    alive.
     """
     folder, name = os.path.split(path)
     ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{32}}\.(partial|replaced)")
@@ -410,17 +397,13 @@ def _check_replaceable(storage: Storage, src: Sequence[str]) -> None:
 def _refuse_referred(path: str, old: str | None = None) -> None:
     """Refuse to replace a checkpoint whose files another one needs.
 
+    Raise `UsageError` if another step of its run refers to them, and `CorruptError` if the catalog of another step is damaged, so
+    it is unknown which files that step refers to.
+
     Parameters
     ----------
     old
         The path of the checkpoint's files now. None means that they are at `path`.
-
-    Raises
-    ------
-    UsageError
-        Another step of its run refers to them.
-    CorruptError
-        The catalog of another step is damaged, so it is unknown which files that step refers to.
     """
     if os.path.islink(old or path):
         return  # only the link will be replaced, not the checkpoint that it points to

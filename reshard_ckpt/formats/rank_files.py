@@ -90,10 +90,7 @@ def _kind(stem: str) -> str:
 def _of_all_ranks(sizes: Mapping[int, Mapping[int, Sequence[str]]], stem: str, where: str) -> list[str]:
     """Return the files of one item, which have the same stem, in order of rank.
 
-    Raises
-    ------
-    CorruptError
-        The file of a rank is missing, or a rank has two.
+    Raise `CorruptError` if the file of a rank is missing, or a rank has two.
     """
     ((size, keys),) = sizes.items()
     absent = [rank for rank in range(size or max(keys) + 1) if rank not in keys]
@@ -338,10 +335,7 @@ def _distinct(content: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tupl
 def _layout(value: PickledDTensor, where: str) -> Layout:
     """Find which part of its global tensor a DTensor's local tensor is.
 
-    Raises
-    ------
-    UnsupportedError
-        A placement is unknown, or this release of torch pickles meshes in an unknown way.
+    Raise `UnsupportedError` if a placement is unknown, or this release of torch pickles meshes in an unknown way.
     """
     spec = attributes_of(value.spec) or {}
     mesh, placements = attributes_of(spec.get("mesh")) or {}, spec.get("placements")

@@ -86,6 +86,8 @@ def write_files(
 ) -> int:
     """Write files, each process its share, and make them durable; return the bytes of the files that were kept. Collective.
 
+    Raise `StorageError` if the store failed.
+
     Parameters
     ----------
     bytes_of
@@ -93,11 +95,6 @@ def write_files(
     notes
         A store that keeps the digests of each finished file for the next attempt, if this one is killed. Files in `storage` that
         an earlier attempt has not finished are deleted then. Without it, `storage` must have none of the files.
-
-    Raises
-    ------
-    StorageError
-        The store failed.
     """
     sizes = {file.key: file.size for file in files}
     kept = frozenset[str]() if notes is None else _keep_finished(comm, storage, files, sizes, notes)

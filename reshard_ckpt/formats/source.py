@@ -277,19 +277,15 @@ class _StorageOf(FollowedStorage):
 def open_source(path: Path, formats: Formats = known_formats, *, timeout_s: float = MOMENTS_S) -> Iterator[Source]:
     """Open the checkpoint at a path for a ``with`` block that reads it, in one process.
 
+    Raise `CheckpointNotFound` if the path holds no checkpoint that can be read; the message lists the formats that were tried.
+    Raise `CorruptError` if the checkpoint is damaged.
+
     Parameters
     ----------
     formats
         The foreign formats to try if the path holds no checkpoint of this library.
     timeout_s
         Seconds for which requests to an object store are repeated, at most `MOMENTS_S`.
-
-    Raises
-    ------
-    CheckpointNotFound
-        The path holds no checkpoint that can be read; the message lists the formats that were tried.
-    CorruptError
-        The checkpoint is damaged.
     """
     with ExitStack() as stack:
         yield _open(path, stack, formats, timeout_s).value

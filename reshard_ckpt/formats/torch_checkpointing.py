@@ -58,12 +58,8 @@ def open_torch_checkpointing(storage: Storage, key: str | None) -> Source | None
 def _items(saved: dict[str, Any], present: set[str], folder: RankFolder, where: str) -> list[tuple[str, list[str]]]:
     """Return each saved item, such as the model, with its files in order of rank. The model is first: it names the parameters.
 
-    `saved` is the content of ``metadata.pkl``, `present` the keys of all files.
-
-    Raises
-    ------
-    CorruptError
-        The metadata do not have the form that the package writes.
+    `saved` is the content of ``metadata.pkl``, `present` the keys of all files. Raise `CorruptError` if the metadata do not have
+    the form that the package writes.
     """
     found: dict[str, list[str]] = {}
     try:

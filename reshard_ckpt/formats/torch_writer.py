@@ -41,6 +41,8 @@ def write_torch(
 ) -> None:
     """Write one file that ``torch.load(path, weights_only=True, mmap=True)`` reads, and make it durable.
 
+    Raise `UnsupportedError` if torch would refuse to load a value without running code, and `StorageError` if the disk is full.
+
     Parameters
     ----------
     path
@@ -52,13 +54,6 @@ def write_torch(
         that of a parameter is in a module's state dict.
     comm
         The ranks that share the work, by tensors.
-
-    Raises
-    ------
-    UnsupportedError
-        torch would refuse to load a value without running code.
-    StorageError
-        The disk is full.
     """
     _check_values(catalog, values)
     folder, name = os.path.split(path)

@@ -31,10 +31,7 @@ class Unstacked:
 def unstack(catalog: Catalog, where: str) -> Unstacked:
     """Split the stacked tensors of a catalog; all other tensors stay as they are.
 
-    Raises
-    ------
-    NameCollisionError
-        A tensor of one layer has the name of another tensor.
+    Raise `NameCollisionError` if a tensor of one layer has the name of another tensor.
     """
     builder = CatalogBuilder(catalog.save_id, where)
     runs: dict[str, Run] = {}

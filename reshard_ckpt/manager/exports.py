@@ -55,10 +55,7 @@ class Exports:
     def find_model(self, state: Mapping[str, Any]) -> None:
         """Find the model in a state that is about to be saved, and remember its key and its config for the export.
 
-        Raises
-        ------
-        UsageError
-            The state has no key ``model``, and not exactly one module.
+        Raise `UsageError` if the state has no key ``model``, and not exactly one module.
         """
         found = {key: value for key, value in state.items() if key == MODEL or next(_modules(value), None) is not None}
         if MODEL not in found and len(found) != 1:

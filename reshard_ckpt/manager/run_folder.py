@@ -88,10 +88,7 @@ def is_foreign(path: str, timeout_s: float) -> bool:
 def with_metric(metadata: Any, metric: float | None) -> Any:
     """Return a checkpoint's metadata with ``metric=`` of the manager's save in it.
 
-    Raises
-    ------
-    UsageError
-        The metadata are not a dict, or have a metric of their own; or the metric is not a number.
+    Raise `UsageError` if the metadata are not a dict, or have a metric of their own; or the metric is not a number.
     """
     if metric is None:
         return metadata
@@ -107,11 +104,7 @@ def checked_root(root: Path) -> str:
     """Return the absolute path of a run's root, which need not exist yet. A root that is a symbolic link is resolved only here.
 
     If a link such as ``current`` is set to another run later, saves and the removal of steps stay with the run that is locked.
-
-    Raises
-    ------
-    UsageError
-        The path is a file.
+    Raise `UsageError` if the path is a file.
     """
     path = unlinked_path(root)
     if is_object_path(path):  # there, keys may lie below another key

@@ -189,12 +189,9 @@ def interval_rule(
 ) -> tuple[Interval, int]:
     """Return the `Interval` for these options of a manager, and the steps to time before the first save.
 
-    For ``"auto"``, the interval is the one that loses the least time by measured costs; see `core/planning/interval.py`.
-
-    Raises
-    ------
-    UsageError
-        An option is not a duration, or `max_overhead` or `target_pls` is not a share, or `mtbf` or `target_pls` has no use.
+    For ``"auto"``, the interval is the one that loses the least time by measured costs; see `core/planning/interval.py`. Raise
+    `UsageError` if an option is not a duration, or `max_overhead` or `target_pls` is not a share, or `mtbf` or `target_pls` has
+    no use.
     """
     for name, value in (("mtbf", mtbf), ("target_pls", target_pls)):
         if value is not None and interval != "auto":

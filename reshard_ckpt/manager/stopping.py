@@ -97,10 +97,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
     def reached(self) -> bool:
         """Count one more step, and return whether all ranks stop at this step or have stopped before.
 
-        Raises
-        ------
-        PeerError
-            A rank wants to stop, and others did not answer; or the store is gone.
+        Raise `PeerError` if a rank wants to stop, and others did not answer; or the store is gone.
         """
         with self._lock:
             self._num_steps += 1

@@ -252,12 +252,7 @@ class StoredSteps:
     def delete(self, step: int) -> bool:
         """Remove the checkpoint of a step. Return whether there was one.
 
-        Raises
-        ------
-        StorageError
-            The step is being read.
-        UsageError
-            The step is a folder of another library.
+        Raise `StorageError` if the step is being read, and `UsageError` if the step is a folder of another library.
         """
         with self.pruning:
             steps = self.steps()

@@ -127,12 +127,7 @@ class Persisting:
     def wait(self, timeout: float | None) -> bool:
         """Wait until the checkpoint is in the store, and return True.
 
-        Raises
-        ------
-        TimeoutError
-            It is still being written after `timeout` seconds.
-        CheckpointError
-            Writing failed.
+        Raise `TimeoutError` if it is still being written after `timeout` seconds, and `CheckpointError` if writing failed.
         """
         if not self._over.wait(timeout):
             raise TimeoutError(f"the save to {self._path} is still being written to the store after {timeout} s; it goes on")

@@ -104,10 +104,7 @@ NOTE = Note(GENERATION_SUFFIX, 4, 2 * MAX_CATALOG_BYTES, _parsed, "so this copy 
 def reserve_generation(folder: Path, num_bytes: int) -> None:
     """Make the file `SPARE` with `num_bytes` of reserved memory, for the next generation file.
 
-    Raises
-    ------
-    NoRoom
-        The tmpfs has too little memory.
+    Raise `NoRoom` if the tmpfs has too little memory.
     """
     try:
         fd = os.open(folder / SPARE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -127,12 +124,8 @@ def keep_generation(folder: Path, generation: Generation) -> None:
 def find_generations(folder: Path) -> list[Generation]:
     """List the generations (saves in memory) that this node knows, the newest last.
 
-    A generation whose file is damaged has an empty catalog and no holders.
-
-    Raises
-    ------
-    StorageError
-        A generation file cannot be read. It may be whole all the same.
+    A generation whose file is damaged has an empty catalog and no holders. Raise `StorageError` if a generation file cannot be
+    read. It may be whole all the same.
     """
     found = []
     for path in files_in(folder, GENERATION_SUFFIX):
@@ -223,11 +216,8 @@ class NodeImages:
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill buffers with the bytes of a file from `offset` on.
 
-        Raises
-        ------
-        CorruptError
-            The file's memory was used for another save meanwhile, or the file has no such bytes. The buffers may then hold bytes
-            of another save.
+        Raise `CorruptError` if the file's memory was used for another save meanwhile, or the file has no such bytes. The buffers
+        may then hold bytes of another save.
         """
         slot, extent = self._find(key)
         slot.read_into(extent, offset, [flat_bytes(buffer) for buffer in buffers])

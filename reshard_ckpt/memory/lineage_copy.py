@@ -32,10 +32,7 @@ def keep_copy(folder: Path, lineage: Lineage) -> None:
 def read_copy(folder: Path) -> Lineage | None:
     """Return the copy of the lineage on this node; None if there is none, or if it is damaged.
 
-    Raises
-    ------
-    StorageError
-        The copy cannot be read. It may be whole all the same.
+    Raise `StorageError` if the copy cannot be read. It may be whole all the same.
     """
     path = folder / _NAME
     with passing_over_gone(path), suppress(CorruptError), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:

@@ -19,12 +19,7 @@ def reserve_file(fd: int, num_bytes: int) -> None:
     """Allocate the memory of a file on tmpfs for its first `num_bytes` bytes.
 
     It is in large pages if the kernel has `MADV_COLLAPSE` (Linux 6.1): these are mapped 512 times as fast. The mount needs no
-    option `huge=`.
-
-    Raises
-    ------
-    OSError
-        There is too little memory. The file may then have a part of it.
+    option `huge=`. Raise `OSError` if there is too little memory. The file may then have a part of it.
     """
     room = os.fstatvfs(fd)
     if room.f_blocks and room.f_bavail * room.f_frsize + os.fstat(fd).st_blocks * 512 < num_bytes:
@@ -44,17 +39,12 @@ def map_file(fd: int, num_bytes: int, *, is_private: bool = False, kind: type[mm
 
     The view begins at a multiple of a large page. So the kernel maps the large pages of the file as such, with one fault for each
     and not one for each 64 KiB. `mmap.mmap` cannot choose an address: it maps more memory, which nobody touches, and the file is
-    mapped over a part of that. Both are unmapped together, with the last view.
+    mapped over a part of that. Both are unmapped together, with the last view. Raise `OSError` if the file cannot be mapped.
 
     Parameters
     ----------
     is_private
         Keep changes of the view out of the file.
-
-    Raises
-    ------
-    OSError
-        The file cannot be mapped.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return memoryview(kind(fd, num_bytes, access=mmap.ACCESS_COPY if is_private else mmap.ACCESS_WRITE))

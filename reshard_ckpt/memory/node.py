@@ -65,12 +65,8 @@ class RunMemory(NamedTuple):
 def user_folder(folder: str) -> Path:
     """Return the absolute path of this user's folder, and make the folder if it is missing.
 
-    Raises
-    ------
-    NoRoom
-        The tmpfs has too little memory to make it.
-    StorageError
-        The folder is a link, belongs to another user, or gives rights to other users.
+    Raise `NoRoom` if the tmpfs has too little memory to make it, and `StorageError` if the folder is a link, belongs to another
+    user, or gives rights to other users.
     """
     path = _user_path(folder)
     with _explained(path):
@@ -104,10 +100,7 @@ def real_root(root: str) -> str:
 def run_path(folder: str, root: str) -> Path:
     """Return the path of a run's folder on this node, whether it exists or not. Make nothing.
 
-    Raises
-    ------
-    StorageError
-        This user's folder is a link, belongs to another user, or gives rights to other users.
+    Raise `StorageError` if this user's folder is a link, belongs to another user, or gives rights to other users.
     """
     path = _user_path(folder)
     with _explained(path), suppress(FileNotFoundError):
@@ -128,10 +121,7 @@ def _explained(path: Path) -> Iterator[None]:
 def files_in(folder: Path, suffix: str) -> list[Path]:
     """List the files of a run's folder whose names end with a suffix, sorted by name. Return [] if the folder does not exist.
 
-    Raises
-    ------
-    StorageError
-        The folder exists and cannot be listed, so it may hold such files.
+    Raise `StorageError` if the folder exists and cannot be listed, so it may hold such files.
     """
     with _explained(folder):
         try:
@@ -154,12 +144,7 @@ def passing_over_gone(path: Path) -> Iterator[None]:
 def run_folder(folder: str, root: str) -> Path:
     """Make the folder of a run on this node if it is missing, and return its path.
 
-    Raises
-    ------
-    NoRoom
-        The tmpfs has too little memory to make it.
-    StorageError
-        The folder cannot be made, or is a link.
+    Raise `NoRoom` if the tmpfs has too little memory to make it, and `StorageError` if the folder cannot be made, or is a link.
     """
     path = user_folder(folder) / run_path(folder, root).name
     with _explained(path):
@@ -246,10 +231,7 @@ def _bytes_in(path: Path) -> int:
 def remove_run(path: Path) -> None:
     """Delete a run's folder on this node, with all its checkpoints in memory.
 
-    Raises
-    ------
-    StorageError
-        The folder cannot be deleted, or another process is deleting it too.
+    Raise `StorageError` if the folder cannot be deleted, or another process is deleting it too.
     """
     try:
         shutil.rmtree(path)

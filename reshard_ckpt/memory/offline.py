@@ -126,12 +126,8 @@ def _lineage(path: Path, storage: Storage) -> Lineage | None:
 def drop_held(root: str, folder: str) -> int:
     """Free all memory of this node that a run takes, and return the number of bytes.
 
-    Raises
-    ------
-    CheckpointNotFound
-        The memory of this node holds nothing of the run.
-    UsageError
-        A job of the run is alive on this node.
+    Raise `CheckpointNotFound` if the memory of this node holds nothing of the run, and `UsageError` if a job of the run is alive
+    on this node.
     """
     path = _run(root, folder)
     num_bytes = sum(run.num_bytes for run in runs(folder) if run.path == path)
@@ -143,14 +139,8 @@ def persist_held(root: str, folder: str, *, step: int | None = None) -> PersistR
     """Write the newest checkpoint of a run, or the one of `step`, from the memory of this node to the store.
 
     Call it on every node: each writes the files that it holds and the store lacks. The call that finds all files in the store
-    publishes the checkpoint.
-
-    Raises
-    ------
-    CheckpointNotFound
-        The memory of this node holds no such checkpoint.
-    UsageError
-        A job of the run is alive, on this node or another one.
+    publishes the checkpoint. Raise `CheckpointNotFound` if the memory of this node holds no such checkpoint, and `UsageError` if
+    a job of the run is alive, on this node or another one.
     """
     path = _run(root, folder)
     with open_storage(resolved_path(root)) as storage, _unmanaged(storage):
@@ -167,12 +157,8 @@ def persist_held(root: str, folder: str, *, step: int | None = None) -> PersistR
 def _unmanaged(storage: Storage) -> Iterator[None]:
     """Keep managers away from a run's root in a ``with`` block: a new manager would remove files that no catalog refers to yet.
 
-    Where the store has neither locks nor leases, nothing keeps them away.
-
-    Raises
-    ------
-    UsageError
-        A job manages the checkpoints there.
+    Where the store has neither locks nor leases, nothing keeps them away. Raise `UsageError` if a job manages the checkpoints
+    there.
     """
     try:
         if storage.hints.has_locks:

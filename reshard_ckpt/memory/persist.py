@@ -38,19 +38,13 @@ COPY_BYTES = 4 << 20
 def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], storage: Storage) -> int:
     """Copy shard files of a checkpoint in memory, and their digests files, to the store, and make their bytes durable.
 
-    The names of the files in their folders become durable later, in `publish`.
+    The names of the files in their folders become durable later, in `publish`. Raise `CorruptError` if a block in memory is
+    damaged. The file with it is not left in the store. Raise `StorageError` if the store refused.
 
     Returns
     -------
     int
         Bytes of the shard files.
-
-    Raises
-    ------
-    CorruptError
-        A block in memory is damaged. The file with it is not left in the store.
-    StorageError
-        The store refused.
     """
     source, index_of = cast(Storage, images), {file.key: index for index, file in enumerate(catalog.files)}
     num_bytes = 0
@@ -71,10 +65,7 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
 def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_S) -> None:
     """Commit a checkpoint whose files are all in the store: publish its catalog, and delete the files that it replaces.
 
-    Raises
-    ------
-    StorageError
-        This process does not see one of the files.
+    Raise `StorageError` if this process does not see one of the files.
     """
     catalog = generation.decoded_catalog()
     # By sizes alone: whoever calls this knows that the files are whole, but another process of a shared store may not see them.

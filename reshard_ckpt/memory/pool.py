@@ -64,10 +64,7 @@ class SlotPool:
     def take(self, source: int, num_bytes: int, save_id: str) -> Slot:
         """Take a slot for the files of rank `source` in a new save, and mark the slot as not filled.
 
-        Raises
-        ------
-        NoRoom
-            The node has too little memory, or all slots are being written to the store.
+        Raise `NoRoom` if the node has too little memory, or all slots are being written to the store.
         """
         with self._lock:
             slots = self._slots.setdefault(source, [])
@@ -91,10 +88,7 @@ class SlotPool:
     def enter(self, root: str) -> None:
         """Make the run's folder on this node, and mark it as in use until `close`.
 
-        Raises
-        ------
-        NoRoom
-            The tmpfs has too little memory, or somebody has removed the folder since this process entered it.
+        Raise `NoRoom` if the tmpfs has too little memory, or somebody has removed the folder since this process entered it.
         """
         if self._entered is None:
             run_folder(self._options.folder, root)
@@ -142,10 +136,7 @@ class SlotPool:
     def _added(self, slots: list[Slot], num_bytes: int) -> Slot:
         """Add a new slot to `slots` and return it. If memory is short, use the slot of the oldest save, or its memory, instead.
 
-        Raises
-        ------
-        NoRoom
-            There is too little memory, and no save that may go.
+        Raise `NoRoom` if there is too little memory, and no save that may go.
         """
         while True:
             try:

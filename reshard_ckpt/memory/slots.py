@@ -63,10 +63,7 @@ class SlotTable:
     def encoded(self) -> bytes:
         """Encode the table as the header of a slot.
 
-        Raises
-        ------
-        NoRoom
-            The table has too many files for a header of `HEADER_BYTES`.
+        Raise `NoRoom` if the table has too many files for a header of `HEADER_BYTES`.
         """
         body: bytes = msgpack.packb({"save_id": self.save_id, "rank": self.rank, "files": dict(self.files)})
         if _FIXED + len(body) > HEADER_BYTES:
@@ -77,10 +74,7 @@ class SlotTable:
 def decode_table(data: bytes | memoryview, size: int, *, where: str) -> SlotTable | None:
     """Decode the header of a slot of `size` bytes. Return None if the slot is empty or being filled.
 
-    Raises
-    ------
-    CorruptError
-        The header is damaged, or a file in its table lies outside of the slot.
+    Raise `CorruptError` if the header is damaged, or a file in its table lies outside of the slot.
     """
     data = bytes(data[:HEADER_BYTES])
     if data[: len(MAGIC)] != MAGIC:
@@ -148,10 +142,7 @@ class Slot:
     def reserve(self) -> Slot:
         """Reserve the memory of the slot, map it, and return the slot itself.
 
-        Raises
-        ------
-        NoRoom
-            The file system has too little memory; the slot file is removed.
+        Raise `NoRoom` if the file system has too little memory; the slot file is removed.
         """
         try:
             # Opened a second time: a mapping keeps its file open. If that were the lock's file, the lock would be held as long as
@@ -260,11 +251,8 @@ class ReadSlot:
     def read_into(self, extent: SlotRange, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill buffers with the bytes of a file of this slot, from `offset` on.
 
-        Raises
-        ------
-        CorruptError
-            The slot was refilled meanwhile, or the file ends before the buffers are full. The buffers may then hold bytes of
-            another save.
+        Raise `CorruptError` if the slot was refilled meanwhile, or the file ends before the buffers are full. The buffers may
+        then hold bytes of another save.
         """
         with self._unchanged(extent, offset, sum(map(len, buffers))) as at:
             for buffer in buffers:

@@ -167,10 +167,7 @@ class Tier:
     def _fit_budget(self, sizes: Sequence[int]) -> None:
         """Keep fewer saves if the user's budget for this node is too small; it must also cover the save that is being filled.
 
-        Raises
-        ------
-        NoRoom
-            Not even one save and the one that is being filled fit.
+        Raise `NoRoom` if not even one save and the one that is being filled fit.
         """
         most = self._options.max_bytes
         if most is None:
@@ -331,10 +328,7 @@ def _aligned(num_bytes: int) -> int:
 def seal_copy(slot: Slot, head: bytes) -> None:
     """Verify every block of the files that came from another rank, and mark their slot as whole.
 
-    Raises
-    ------
-    CorruptError
-        A block differs from its digest: the slot stays marked as not whole.
+    Raise `CorruptError` if a block differs from its digest: the slot stays marked as not whole.
     """
     table = decode_table(head, slot.size, where="the copy that came from another rank")
     if table is None:

@@ -123,6 +123,8 @@ def capture(
 ) -> Captured:
     """List the tensors and values of a state that this rank has to save. No collective is called, and no tensor is copied.
 
+    Raise `UsageError` if the state cannot be saved; the class and the message say why.
+
     Parameters
     ----------
     state
@@ -133,11 +135,6 @@ def capture(
         The ranks that take part; None for all.
     exclude
         Patterns of names that are left out.
-
-    Raises
-    ------
-    UsageError
-        The state cannot be saved; the class and the message say why.
     """
     group = group_of(process_group)
     declared = None if mesh is None else declared_mesh(mesh, group)
@@ -206,12 +203,8 @@ def _optimizer_rows(row: Entry) -> Iterator[Entry]:
 
     State with the shape of the parameter's local tensor has the parameter's layout. A 0-dim tensor is whole everywhere. A tensor
     of another shape is whole if the parameter is whole on this rank; otherwise its place is unknown. Groups list FQNs in place of
-    parameters, by which they are merged over ranks.
-
-    Raises
-    ------
-    UnsupportedError
-        A key of the state is not a plain name, or the place of a tensor is unknown.
+    parameters, by which they are merged over ranks. Raise `UnsupportedError` if a key of the state is not a plain name, or the
+    place of a tensor is unknown.
     """
     name, path = row.name, row.path
     views: Sequence[OptimizerView] = row.value
@@ -263,10 +256,7 @@ def _complete_links(rows: Sequence[Entry]) -> None:
 def walk_state(state: Mapping[Any, Any]) -> tuple[list[Tree], tuple[tuple[int, ...], ...]]:
     """Return the trees of a state (see `walk`), and the ranks of each process group over which DDP replicates a module.
 
-    Raises
-    ------
-    UsageError
-        The state is not one that can be saved or loaded into.
+    Raise `UsageError` if the state is not one that can be saved or loaded into.
     """
     trees = walk(state)
     modules = [module for row in rows_of(trees, Kind.MODULES) for state in row.value for module in state.children.values()]
@@ -288,7 +278,8 @@ def _hints(trees: Sequence[Tree], unnamed: Sequence[str], values: Mapping[str, A
 def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int, adds: bool = True) -> Target:
     """List the tensors and values of a state that this rank wants from a checkpoint.
 
-    Nothing changes, and no collective is called.
+    Nothing changes, and no collective is called. Raise `UsageError` if the state cannot be loaded into; the class and the message
+    say why.
 
     Parameters
     ----------
@@ -300,11 +291,6 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         The rank in the loading job, and the number of its ranks.
     adds
         Whether saved values that a dict lacks are added to it.
-
-    Raises
-    ------
-    UsageError
-        The state cannot be loaded into; the class and the message say why.
     """
     walked, ddp_groups = walk_state(state)
     unnamed, _ = optimizer_parameters(walked)

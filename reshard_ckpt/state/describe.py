@@ -291,10 +291,7 @@ class Describer:
     def _is_same(self, row: Entry) -> bool:
         """Tell whether a row has exactly the same memory as the earlier row of the same name.
 
-        Raises
-        ------
-        LayoutError
-            Both rows come from the same item of the state, but have different dtypes or shapes.
+        Raise `LayoutError` if both rows come from the same item of the state, but have different dtypes or shapes.
         """
         earlier = self._checked(row)
         first, second = _place(earlier), _place(row)

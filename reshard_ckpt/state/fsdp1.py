@@ -217,10 +217,7 @@ class FlatState:
     def give_back(self) -> None:
         """Put the loaded state of all parts back into the optimizer's state of flat parameters. A part without state has zeros.
 
-        Raises
-        ------
-        MismatchError
-            The parts of a flat parameter have different values where it can have only one.
+        Raise `MismatchError` if the parts of a flat parameter have different values where it can have only one.
         """
         for flat_key, listed in self._parts.items():
             parts = {id(part): part for part in listed}  # tied parameters are one part

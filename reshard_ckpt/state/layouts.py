@@ -152,10 +152,8 @@ def group_of(process_group: Any) -> RankSet:
 def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: RankSet) -> Mesh:
     """Check the ``mesh=`` that the caller passes, and return it as a `Mesh`.
 
-    Raises
-    ------
-    UsageError
-        It is neither a DeviceMesh nor a dict of axis sizes, or its ranks are not the ranks that take part, in row-major order.
+    Raise `UsageError` if it is neither a DeviceMesh nor a dict of axis sizes, or its ranks are not the ranks that take part, in
+    row-major order.
     """
     if isinstance(mesh, Mapping):
         out = Mesh(tuple(mesh), tuple(int(size) for size in mesh.values()))

@@ -89,12 +89,8 @@ class ModuleState:
     def opened(self) -> ModuleRows:
         """The tensors and values of the module. They are made on first use: a save with a cached description does not need them.
 
-        Raises
-        ------
-        UnsupportedError
-            The module is on the meta device.
-        NameCollisionError
-            Two keys have the same name without the parts that wrappers add.
+        Raise `UnsupportedError` if the module is on the meta device, and `NameCollisionError` if two keys have the same name
+        without the parts that wrappers add.
         """
         module, name, path, raw, flat = self.module, self.name, self._path, self.raw, self.flat
         _refuse_meta(module, raw, name)

@@ -67,10 +67,8 @@ class Owner:
     def layout_of_state(self, shape: Ints, name: str) -> Layout:
         """Return the layout of a plain tensor of this parameter's optimizer state, from its local shape; `name` is for messages.
 
-        Raises
-        ------
-        UnsupportedError
-            The parameter is sharded, and the tensor has another shape, so its place in a global tensor is unknown.
+        Raise `UnsupportedError` if the parameter is sharded, and the tensor has another shape, so its place in a global tensor is
+        unknown.
         """
         layout = self.layout
         if layout is None:  # known by name alone
@@ -238,17 +236,13 @@ def optimizer_parameters(trees: Sequence[Tree]) -> tuple[list[str], list[str]]:
     """Find the parameters of each optimizer in the trees of a state. Rows of optimizers get `OptimizerView`s as their value.
 
     So do rows of state dicts that number the parameters. If the state does not show which parameter a number is, the state dict
-    becomes rows like an ordinary dict.
+    becomes rows like an ordinary dict. Raise `UsageError` if a parameter belongs to no module in the state, or two parameters
+    have one FQN.
 
     Returns
     -------
     The names of the state dicts that became such rows, and a warning for each optimizer inside another one whose
     ``state_dict()`` lacks its state.
-
-    Raises
-    ------
-    UsageError
-        A parameter belongs to no module in the state, or two parameters have one FQN.
     """
     if not rows_of(trees, Kind.OPTIMIZERS, Kind.NUMBERED):
         return [], []
@@ -325,10 +319,7 @@ def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -
 def _owners_of(param: torch.Tensor, owners: Owners, name: str, group: int) -> tuple[Owner, ...]:
     """Return the owner of a parameter in a group of an optimizer; several if it is a flat parameter of FSDP1.
 
-    Raises
-    ------
-    UsageError
-        The state does not hold it.
+    Raise `UsageError` if the state does not hold it.
     """
     found = owners.all_of(param)
     if not found and param.is_meta:
@@ -368,12 +359,8 @@ def _view_of_dict(row: Entry, members: Mapping[int, tuple[Owner, ...]]) -> Optim
 def _members(row: Entry, tree: Tree, source: Optimizer | None, owners: Owners) -> Mapping[int, tuple[Owner, ...]] | None:
     """Map each parameter's number in an optimizer's state dict to its owners. Return None if the state does not show them.
 
-    `source` is the optimizer that gave out the state dict; None if it is not known.
-
-    Raises
-    ------
-    UsageError
-        A parameter of an optimizer with a ``state_dict()`` of its own belongs to no module in the state.
+    `source` is the optimizer that gave out the state dict; None if it is not known. Raise `UsageError` if a parameter of an
+    optimizer with a ``state_dict()`` of its own belongs to no module in the state.
     """
     groups = row.value["param_groups"]
     numbers = None if source is None else _numbers_of(source, groups)

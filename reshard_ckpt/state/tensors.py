@@ -81,7 +81,9 @@ def local_memory(
 ) -> tuple[torch.Tensor, Layout]:
     """Return the local memory (a tensor without autograd) and the layout of a tensor, DTensor, LocalShard or FlatShard.
 
-    Call it under ``torch.no_grad()``.
+    Call it under ``torch.no_grad()``. Raise `UnsupportedError` if there is no plain memory to read, or to write; or the place of
+    an optimizer's state in a global tensor is unknown. Raise `LayoutError` if a DTensor's local tensor has another shape than its
+    placements say.
 
     Parameters
     ----------
@@ -90,13 +92,6 @@ def local_memory(
         `owner` whose state it is.
     writes
         Whether to refuse memory that a load cannot write in place.
-
-    Raises
-    ------
-    UnsupportedError
-        There is no plain memory to read, or to write; or the place of an optimizer's state in a global tensor is unknown.
-    LayoutError
-        A DTensor's local tensor has another shape than its placements say.
     """
     tensor: Any = plain_local(value)
     layout: Layout | None = None
@@ -195,12 +190,8 @@ def _single_part(value: TensorLike, name: str) -> TensorLike:
 def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
     """Return the tensors to save or load for one tensor of the state: the tensor itself, or the shards that it declares.
 
-    Raises
-    ------
-    UnsupportedError
-        It claims to be a part of a tensor in an unknown way.
-    LayoutError
-        The parts that it declares do not fit.
+    Raise `UnsupportedError` if it claims to be a part of a tensor in an unknown way, and `LayoutError` if the parts that it
+    declares do not fit.
     """
     if isinstance(value, Shards):
         return value.parts
@@ -222,11 +213,7 @@ def named_parts(value: TensorLike | Shards, name: str, path: Path) -> Iterator[t
     """Yield the name, the path and the tensor of each tensor to save or load for one tensor of the state.
 
     There are several if it declares shards (`parts_of`), or if it consists of inner tensors, as quantized weights of torchao do.
-
-    Raises
-    ------
-    UnsupportedError
-        The place of an inner tensor is unknown.
+    Raise `UnsupportedError` if the place of an inner tensor is unknown.
     """
     parts = parts_of(value, name)
     # Private, as in `_declared`: a class of others need not have the view that `to_local` makes.

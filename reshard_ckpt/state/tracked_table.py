@@ -147,12 +147,8 @@ class Table:
     def locate(self, tensor: LocalTensor) -> None:
         """Record the name, the number of rows and the first row (`first`) of the global table.
 
-        `tensor` is the tensor of the state that has this table's memory.
-
-        Raises
-        ------
-        UsageError
-            The rows on this rank are not one range of consecutive rows of the global table.
+        `tensor` is the tensor of the state that has this table's memory. Raise `UsageError` if the rows on this rank are not one
+        range of consecutive rows of the global table.
         """
         spec = tensor.spec
         self.name, self.num_rows, self.first = spec.name, spec.shape[0], 0

@@ -109,12 +109,7 @@ class Tree:
 def walk(state: Mapping[Any, Any]) -> list[Tree]:
     """Return the trees of a state: its own, then one for each object in it with a ``state_dict()`` of its own.
 
-    Raises
-    ------
-    UsageError
-        The state is not a dict, or contains itself.
-    NameCollisionError
-        Two paths give one name.
+    Raise `UsageError` if the state is not a dict, or contains itself, and `NameCollisionError` if two paths give one name.
     """
     if not isinstance(state, Mapping):
         raise UsageError(f"state: wanted a dict such as {{'model': model, 'optimizer': optimizer}}, got {type(state).__name__}")
@@ -301,10 +296,7 @@ def _optimizers(value: Any) -> tuple[Optimizer, ...] | None:
 def _row_of_optimizers(name: str, path: Path, optimizers: tuple[Optimizer, ...]) -> Entry:
     """Return the row for one or several optimizers. A single optimizer with a ``state_dict()`` of its own is a row of an object.
 
-    Raises
-    ------
-    UsageError
-        The list has such an optimizer beside others.
+    Raise `UsageError` if the list has such an optimizer beside others.
     """
     own = next((optimizer for optimizer in optimizers if has_own_state_dict(optimizer)), None)
     if own is None:

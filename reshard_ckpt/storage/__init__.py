@@ -51,10 +51,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{1,254}")
 def path_text(path: str | os.PathLike[str]) -> str:
     """Convert a path of a public call to text, and expand a leading ``~`` as a shell does.
 
-    Raises
-    ------
-    UsageError
-        It is neither a str nor an `os.PathLike`, or the text cannot be a path.
+    Raise `UsageError` if it is neither a str nor an `os.PathLike`, or the text cannot be a path.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
@@ -111,10 +108,7 @@ def is_object_path(path: str | os.PathLike[str]) -> bool:
 def _place(url: str) -> list[str]:
     """Split the URL of an object store into its scheme, its bucket, and the parts of the prefix.
 
-    Raises
-    ------
-    UsageError
-        The URL has no bucket, or a part such as ``..`` that could mean another place.
+    Raise `UsageError` if the URL has no bucket, or a part such as ``..`` that could mean another place.
     """
     match = _SCHEME.match(url)
     assert match is not None
@@ -171,12 +165,8 @@ def open_beside(storage: Storage, relative: str, key: str) -> Storage:
     """Open the store at a path relative to another store, such as ``../step_90``, to read its file `key`.
 
     The other store's folder may be a symbolic link. Then the path is relative to the link or to the link's target: of the two
-    stores, the one that has the key is opened.
-
-    Raises
-    ------
-    CorruptError
-        The path leads above the root of the file system or of the memory store, or out of the run's prefix in an object store.
+    stores, the one that has the key is opened. Raise `CorruptError` if the path leads above the root of the file system or of the
+    memory store, or out of the run's prefix in an object store.
     """
     scheme, _, rest = storage.url.rpartition("://")
     if scheme:

@@ -40,12 +40,8 @@ os.register_at_fork(after_in_child=_after_fork)
 def obstore() -> Any:
     """Import obstore, and return the module.
 
-    Raises
-    ------
-    UsageError
-        It is not installed.
-    StorageError
-        This process was forked from one that used obstore, whose threads do not run here: a request would hang.
+    Raise `UsageError` if it is not installed, and `StorageError` if this process was forked from one that used obstore, whose
+    threads do not run here: a request would hang.
     """
     if _made_before_fork:
         raise StorageError(

@@ -232,12 +232,7 @@ class ObjectStorage(Storage):
         """Prove by a small object that the server honours conditions of a PUT; return whether it takes an ETag with its quotes.
 
         The object lies in a folder that is named like the folder of a save. So a later save deletes it if this process is killed
-        meanwhile.
-
-        Raises
-        ------
-        ConditionsIgnored
-            The server ignores them, or takes no ETag in either form.
+        meanwhile. Raise `ConditionsIgnored` if the server ignores them, or takes no ETag in either form.
         """
         client, url = self._client, self.url
         path = f"{self._prefix}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:8]}/{PROBE}"

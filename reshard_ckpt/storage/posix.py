@@ -302,10 +302,7 @@ class FileLock(Lock):
 def lock_file(fd: int, path: str, *, shared: bool) -> FileLock | None:
     """Lock an open file and return the lock, which then owns the file. If another lock excludes this one, close it; return None.
 
-    Raises
-    ------
-    LocksUnsupported
-        The file system knows no locks.
+    Raise `LocksUnsupported` if the file system knows no locks.
     """
     lock = FileLock(fd, path)  # first, so that a child that is forked from here on closes its copy
     if _takes(lock, path, shared):
@@ -317,15 +314,12 @@ def lock_file(fd: int, path: str, *, shared: bool) -> FileLock | None:
 def await_lock(fd: int, path: str, *, shared: bool = False, timeout_s: float) -> FileLock:
     """Lock an open file as `lock_file` does, and wait until no other lock excludes this one: for locks that are held for moments.
 
+    Raise `StorageError` if another process has held the lock for all that time, so it must hang.
+
     Parameters
     ----------
     timeout_s
         Seconds to wait; never more than `MOMENTS_S`.
-
-    Raises
-    ------
-    StorageError
-        Another process has held the lock for all that time, so it must hang.
     """
     lock = FileLock(fd, path)
     try:
@@ -342,10 +336,7 @@ def await_lock(fd: int, path: str, *, shared: bool = False, timeout_s: float) ->
 def lock_attempts(path: str, timeout_s: float) -> Iterator[None]:
     """Yield before each attempt to take a lock, and wait between attempts.
 
-    Raises
-    ------
-    StorageError
-        `timeout_s` seconds have passed, or `MOMENTS_S` if that is less.
+    Raise `StorageError` if `timeout_s` seconds have passed, or `MOMENTS_S` if that is less.
     """
     began, most_s = time.monotonic(), min(timeout_s, MOMENTS_S)
     while True:

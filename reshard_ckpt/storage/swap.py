@@ -13,17 +13,12 @@ _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
 def swap(first: str, second: str) -> bool:
-    """Exchange two files or folders of one file system in one atomic step.
+    """Exchange two files or folders of one file system in one atomic step. Raise `OSError` if the swap is supported, and failed.
 
     Returns
     -------
     bool
         False if the system or the file system cannot swap. Linux can from 3.15 on, on its own file systems; NFS cannot.
-
-    Raises
-    ------
-    OSError
-        The swap is supported, and failed.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:

@@ -44,10 +44,7 @@ class FileBudget:
     def spend(self, key: str, size: int, num_bytes: int, name: str) -> None:
         """Count a tensor of `num_bytes` in the file `key` of `size` bytes.
 
-        Raises
-        ------
-        CorruptError
-            The tensors of the file have more than `TIMES` its bytes.
+        Raise `CorruptError` if the tensors of the file have more than `TIMES` its bytes.
         """
         used = self._used[key] = self._used.get(key, 0) + num_bytes
         if used > TIMES * size:
@@ -59,10 +56,7 @@ class FileBudget:
 def refuse_excess(catalog: Catalog, where: str) -> None:
     """Refuse a catalog whose tensors have many times the bytes of its files.
 
-    Raises
-    ------
-    UnsupportedError
-        The tensors have more than `TIMES` the bytes of the files; the message names the largest one.
+    Raise `UnsupportedError` if the tensors have more than `TIMES` the bytes of the files; the message names the largest one.
     """
     names, num_bytes = catalog.tensors_table.names, catalog.file_bytes
     # claimed[t]: bytes of tensor t in all of its rows
@@ -87,19 +81,14 @@ def _too_much(where: str, claimed: int, num_bytes: int, largest: str) -> Unsuppo
 def refuse_bombs(root: Any, pickle_bytes: int, num_bytes: int, name: str, *, tries: int = MAX_CYCLES) -> None:
     """Refuse an object that torch loaded, or that was read from a pickle, if it is many times larger than the file can describe.
 
-    Objects of unknown classes that contain themselves become `Opaque`, in up to `tries` places.
+    Objects of unknown classes that contain themselves become `Opaque`, in up to `tries` places. Raise `CorruptError` if values
+    refer to each other too many times, or contain themselves, and `UnsupportedError` if tensors show the same bytes too many
+    times.
 
     Parameters
     ----------
     pickle_bytes, num_bytes
         The size of the pickle, which limits the parts of values, and of the file, which limits the bytes of tensors.
-
-    Raises
-    ------
-    CorruptError
-        Values refer to each other too many times, or contain themselves.
-    UnsupportedError
-        Tensors show the same bytes too many times.
     """
     most = TIMES * pickle_bytes + _SMALL_PARTS
     parts: dict[int, int] = {}  # by id of each finished container: its number of parts, with shared ones counted each time
@@ -171,10 +160,7 @@ _LONG1 = b"\x8a"
 def refuse_hash_collisions(pickled: bytes, name: str) -> None:
     """Refuse a pickle with too many integers of one hash.
 
-    Raises
-    ------
-    CorruptError
-        More than `MAX_ALIKE` integers have the same hash; or the bytes cannot be parsed as a pickle.
+    Raise `CorruptError` if more than `MAX_ALIKE` integers have the same hash; or the bytes cannot be parsed as a pickle.
     """
     try:
         large = _large(pickled)

@@ -51,12 +51,8 @@ def find_mapped(files: Sequence[MappedFile], tensor: torch.Tensor) -> tuple[int,
 def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
     """Load a torch file; its tensors are views of a memory map of the file.
 
-    Raises
-    ------
-    CorruptError
-        It is damaged.
-    UnsupportedError
-        It holds more than tensors and plain values, or is another kind of torch's files.
+    Raise `CorruptError` if it is damaged, and `UnsupportedError` if it holds more than tensors and plain values, or is another
+    kind of torch's files.
     """
     records, pickle_bytes = read_records(path)
     storages: list[tuple[int, int]] = []

@@ -104,6 +104,9 @@ Table = Mapping[tuple[str, str], Any]
 def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent: Callable[[Any], Any] | None = None) -> Any:
     """Return the data that a pickle describes.
 
+    Raise `UnsupportedError` if the pickle names a global that is not in the table, and `CorruptError` if the data are not a
+    pickle, or one that no writer of such a file makes.
+
     Parameters
     ----------
     table
@@ -112,13 +115,6 @@ def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent
         The name of the pickle in messages.
     persistent
         Returns the object of a persistent id; None if the pickle may have no such ids.
-
-    Raises
-    ------
-    UnsupportedError
-        The pickle names a global that is not in the table.
-    CorruptError
-        The data are not a pickle, or one that no writer of such a file makes.
     """
     try:
         return _Machine(bytes(data), table, persistent).run()

@@ -131,10 +131,7 @@ class ZipRecords:
     def read_pickle(self, byteorder: str = "little") -> bytes:
         """Read the pickle that describes the saved object.
 
-        Raises
-        ------
-        UnsupportedError
-            There is none, or the file was written on a machine of another byte order than `byteorder`.
+        Raise `UnsupportedError` if there is none, or the file was written on a machine of another byte order than `byteorder`.
         """
         if "data.pkl" not in self or self.size("data.pkl") > MAX_PICKLE_BYTES:
             raise UnsupportedError(f"{self._name}: is a zip, but not one that torch.save wrote; pass a checkpoint")

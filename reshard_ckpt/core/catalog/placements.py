@@ -290,10 +290,7 @@ KINDS: dict[str, PlacementKind] = {kind.name: kind for kind in _KINDS}
 def add_kind(kind: PlacementKind) -> None:
     """Add a placement kind to the table; adding an equal one again changes nothing.
 
-    Raises
-    ------
-    UsageError
-        The name is not an identifier, or another kind has it already.
+    Raise `UsageError` if the name is not an identifier, or another kind has it already.
     """
     if not kind.name.isidentifier():
         raise UsageError(f"register_placement: {kind.name!r} is not an identifier; give it a name such as 'blocks'")

@@ -277,12 +277,8 @@ def _are_slabs(shapes: I64, tensor: I64, low: I64, lengths: I64) -> Mask:
 def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
     """Find two boxes that share an element; return their indices, or None if no two do.
 
-    Only boxes that meet along one dim are compared: the dim on which the fewest do.
-
-    Raises
-    ------
-    UnsupportedError
-        More than `MAX_SWEPT` pairs meet on every dim.
+    Only boxes that meet along one dim are compared: the dim on which the fewest do. Raise `UnsupportedError` if more than
+    `MAX_SWEPT` pairs meet on every dim.
     """
     if len(offsets) < 2:
         return None

@@ -86,6 +86,8 @@ class _WantedBoxes(NamedTuple):
 def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes: int) -> LoadPlan:
     """Plan the reads for all wanted pieces: byte ranges of files, and the places in memory where they go.
 
+    Raise `CorruptError` if the wanted rows span more windows than a rank can read (`MAX_WINDOWS`, `MAX_WINDOWS_IN_ALL`).
+
     Parameters
     ----------
     source
@@ -94,11 +96,6 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
         The wanted pieces. They lie inside the shape of their tensor, and may be padded to any number of dims.
     window_bytes
         Size of a window. No item crosses a multiple of this many bytes in its file, except with its last element.
-
-    Raises
-    ------
-    CorruptError
-        The wanted rows span more windows than a rank can read (`MAX_WINDOWS`, `MAX_WINDOWS_IN_ALL`).
     """
     width = max(catalog.boxes.offsets.shape[1], wanted.offsets.shape[1])
     boxes = _wanted_boxes(catalog, source, wanted, width)

@@ -92,16 +92,13 @@ def build_local_metadata(
 ) -> LocalMetadata:
     """Describe a rank's tensors and pieces as columns; the result has no values yet. The last `num_blobs` specs are blobs.
 
+    Raise `LayoutError` if a piece reaches outside its tensor.
+
     Parameters
     ----------
     own
         The blobs of values that each rank has for itself: the index of the spec, and the name of the value (the same on all
         ranks).
-
-    Raises
-    ------
-    LayoutError
-        A piece reaches outside its tensor.
     """
     own = own or {}
     pieces, tensors = piece_columns(specs), tensor_columns(specs, num_blobs, mesh)

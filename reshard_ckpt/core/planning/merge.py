@@ -71,10 +71,7 @@ class _Ids(NamedTuple):
 def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, BoxTable, MergedRows]:
     """Merge the metadata of all ranks into one table of tensors, the distinct boxes, and the pieces of all ranks.
 
-    Raises
-    ------
-    LayoutError
-        Ranks disagree about a tensor.
+    Raise `LayoutError` if ranks disagree about a tensor.
     """
     tables, ids = _merge_tables(job_metadata)
     # entry[i]: the place of row i's tensor among the entries of all tables end to end; tensor[i]: the merged tensor.

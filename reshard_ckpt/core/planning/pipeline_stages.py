@@ -52,6 +52,8 @@ def stages_of(
 ) -> dict[str, Ints]:
     """Map each tensor's name to the pipeline stages that hold the tensor.
 
+    Raise `UsageError` if there are no layers to divide, or the boundaries do not divide them.
+
     Parameters
     ----------
     boundaries
@@ -60,11 +62,6 @@ def stages_of(
         The stages that held each tensor, out of `saved_stages`, if the checkpoint says so.
     stacked
         Whether other tensors have the layers stacked along a dim. Then it is fine if these tensors have no layers.
-
-    Raises
-    ------
-    UsageError
-        There are no layers to divide, or the boundaries do not divide them.
 
     Examples
     --------

@@ -44,10 +44,7 @@ class Rule(NamedTuple):
 def parse_rules(raw: Any, mesh: Mesh) -> tuple[Rule, ...]:
     """Parse the user's placement rules from plain data: a dict of patterns, or a list of such dicts, in order.
 
-    Raises
-    ------
-    UsageError
-        An entry is not a rule, or names an axis that the mesh does not have.
+    Raise `UsageError` if an entry is not a rule, or names an axis that the mesh does not have.
 
     Examples
     --------

@@ -137,16 +137,13 @@ class SavePlan:
 def plan_save(job_metadata: JobMetadata, *, splits: bool = True) -> SavePlan:
     """Plan a save: decide which rank writes which part of each tensor, from the local metadata of all ranks.
 
+    Raise `LayoutError` if ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
+
     Parameters
     ----------
     splits
         Whether several ranks may each write a part of a run that all of them hold. False if replicas are compared by samples
         alone: if ranks have drifted apart unnoticed, a run written in parts would mix their values.
-
-    Raises
-    ------
-    LayoutError
-        Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
     """
     tables, boxes, rows, runs = _merged_runs(job_metadata)
     item_bytes = item_bytes_of(tables.dtype)
@@ -378,10 +375,7 @@ class HeldRows(NamedTuple):
 def find_holders(job_metadata: JobMetadata, *, may_lack: bool) -> HeldRows:
     """Find the ranks that hold each run of each tensor. With `may_lack`, ranks may lack parts of tensors.
 
-    Raises
-    ------
-    LayoutError
-        Ranks disagree about a tensor, or its shards overlap or, without `may_lack`, leave a region uncovered.
+    Raise `LayoutError` if ranks disagree about a tensor, or its shards overlap or, without `may_lack`, leave a region uncovered.
     """
     tables, boxes, rows, runs = _merged_runs(job_metadata, may_lack=may_lack)
     # first[i]: entry i of runs.holder is the lowest rank of its run; chosen: all holders, but of a buffer only that one.

@@ -77,10 +77,7 @@ class TargetTopology(NamedTuple):
 def place(catalog: Catalog, names: Sequence[str], topology: TargetTopology) -> dict[str, TargetPlacement]:
     """Return the placement of each of these tensors on the new mesh, by name.
 
-    Raises
-    ------
-    UsageError
-        A rule matches nothing or does not fit a tensor, or nothing tells the pipeline stages.
+    Raise `UsageError` if a rule matches nothing or does not fit a tensor, or nothing tells the pipeline stages.
     """
     return _Placer(catalog, names, topology).run()
 
@@ -251,12 +248,8 @@ class _Placer:
     def _sections(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> dict[int, Ints]:
         """Return the sections of each dim (parts that are cut separately), from a rule or from the checkpoint.
 
-        Without a rule they are those in the saved placement of the axis that cuts the dim first.
-
-        Raises
-        ------
-        UsageError
-            The sections of a rule do not add up to the size of the dim.
+        Without a rule they are those in the saved placement of the axis that cuts the dim first. Raise `UsageError` if the
+        sections of a rule do not add up to the size of the dim.
         """
         shape = self.saved.shapes[name]
         names = [name, self.saved.parameter_of_same_shape(name)]

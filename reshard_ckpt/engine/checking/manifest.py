@@ -38,12 +38,7 @@ def check_manifest(storage: Storage, catalog: Catalog, *, workers: int | None, r
     """Check all files of a checkpoint against its manifest, and yield one line of text for each problem.
 
     Problems are a file that the manifest does not list, a listed file that is missing or that the catalog does not refer to, and
-    a file whose SHA-256 differs from the listed one.
-
-    Raises
-    ------
-    CorruptError
-        The manifest is missing, or damaged.
+    a file whose SHA-256 differs from the listed one. Raise `CorruptError` if the manifest is missing, or damaged.
     """
     key = manifest_key(catalog.save_id)
     where = f"{storage.url}: {key}"

@@ -112,10 +112,7 @@ class Identified(Generic[T]):
 def read_catalog_bytes(storage: Storage) -> bytes:
     """Read the bytes of the catalog file of a checkpoint.
 
-    Raises
-    ------
-    CheckpointNotFound
-        The path holds no catalog; the message describes the files that it holds.
+    Raise `CheckpointNotFound` if the path holds no catalog; the message describes the files that it holds.
     """
     with suppress(MissingKey):
         return storage.read(CATALOG_KEY, limit=MAX_CATALOG_BYTES)
@@ -167,7 +164,8 @@ def open_same(comm: Comm, where: str, read: Callable[[Found | None], Identified[
 
     Collective: a broadcast of its identity, with which rank 0 lends the catalog to its own machine; then a broadcast among the
     ranks of each other machine that has several. Rank 0 opens it first. If that fails, its error is raised on all ranks, and no
-    other rank reads.
+    other rank reads. Raise `CheckpointNotFound` or `CorruptError` if `read` raised it, or this rank opened another checkpoint
+    than rank 0.
 
     Parameters
     ----------
@@ -178,11 +176,6 @@ def open_same(comm: Comm, where: str, read: Callable[[Found | None], Identified[
         None, it reads them from the store.
     stack
         Keeps the memory that other ranks read; close it once all ranks have opened the checkpoint.
-
-    Raises
-    ------
-    CheckpointNotFound, CorruptError
-        `read` raised it, or this rank opened another checkpoint than rank 0.
     """
     if comm.size == 1:
         return read(None).value
@@ -212,12 +205,8 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
 
     Files are given by their index in the catalog. Files of other formats have no digests. The digests of files in other
     checkpoints are always read: such a file may have any path, and without digests a hostile catalog could have any file read as
-    a tensor.
-
-    Raises
-    ------
-    CorruptError
-        A file is missing or has another size than the catalog says, or a digests file is missing or damaged.
+    a tensor. Raise `CorruptError` if a file is missing or has another size than the catalog says, or a digests file is missing or
+    damaged.
     """
     wanted = dict.fromkeys([*digests_of, *(index for index in files if catalog.files[index].checkpoint)])
     with_digests = [index for index in wanted if catalog.files[index].digests_key]

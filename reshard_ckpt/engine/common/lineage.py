@@ -59,10 +59,7 @@ class Note(Generic[T]):
     def decoded(self, data: bytes, *, where: str) -> T:
         """Verify the bytes of a note, and return its value.
 
-        Raises
-        ------
-        CorruptError
-            The note is damaged, or of another version. The message names the file and the next step.
+        Raise `CorruptError` if the note is damaged, or of another version. The message names the file and the next step.
         """
         try:
             if len(data) > self.max_bytes:

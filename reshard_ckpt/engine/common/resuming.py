@@ -33,16 +33,13 @@ def has_checksums(catalog: Catalog) -> bool:
 def identity(*parts: object) -> str:
     """Return 32 hexadecimal digits, which differ for any two different requests.
 
+    Raise `TypeError` if a part has another type, such as a function: pass its decisions as values instead.
+
     Parameters
     ----------
     parts
         The sources' catalogs, the plan and the options: plain values, numpy arrays and scalars, and frozen dataclasses of them.
         The fields of a dataclass that its comparison leaves out are left out here.
-
-    Raises
-    ------
-    TypeError
-        A part has another type, such as a function: pass its decisions as values instead.
 
     Examples
     --------

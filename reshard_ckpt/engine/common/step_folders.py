@@ -269,7 +269,8 @@ def needed_keys(folder: str, catalog: Catalog) -> Iterable[str]:
 def needed_by_folders(root: Storage, left_out: Callable[[str], bool], *, pass_damaged: bool = False) -> dict[str, str]:
     """Map the key of each file that the catalogs below a root need to the name of a folder whose catalog needs it.
 
-    Keys are relative to the root. Folders that this user may not read are passed over.
+    Keys are relative to the root. Folders that this user may not read are passed over. Raise `CorruptError` if a catalog is
+    damaged, so the files that it needs are unknown.
 
     Parameters
     ----------
@@ -277,11 +278,6 @@ def needed_by_folders(root: Storage, left_out: Callable[[str], bool], *, pass_da
         Tells whether to skip the folder of a name.
     pass_damaged
         Whether a folder whose catalog is damaged is passed over too.
-
-    Raises
-    ------
-    CorruptError
-        A catalog is damaged, so the files that it needs are unknown.
     """
 
     def needed_by(folder: str) -> dict[str, str]:
@@ -303,12 +299,8 @@ def referred_by_others(storage: Storage) -> dict[str, str]:
     """Map the key of each file of this checkpoint that another one needs to the folder name of that other checkpoint.
 
     Checkpoints beside this one (incremental saves) may refer to its files, so these must stay when it is replaced or deleted. All
-    catalogs beside it are read.
-
-    Raises
-    ------
-    CorruptError
-        The catalog of another checkpoint is damaged, so the files that it refers to are unknown.
+    catalogs beside it are read. Raise `CorruptError` if the catalog of another checkpoint is damaged, so the files that it refers
+    to are unknown.
     """
     path, found = unlinked_path(storage.url), dict[str, str]()
     # If it is a link to another folder, the checkpoints there may refer to it as well as those beside the link.

@@ -116,15 +116,12 @@ def resolve(
 ) -> Resolved:
     """Match wanted tensors with saved ones, and plan the reads. Mismatches are collected in the result, not raised.
 
+    Raise `CorruptError` if saved shards of a wanted tensor overlap, so the catalog is not one that a save made.
+
     Parameters
     ----------
     window_bytes
         Size of a window: the bytes of one read that suit the store, as in its `Hints`.
-
-    Raises
-    ------
-    CorruptError
-        Saved shards of a wanted tensor overlap, so the catalog is not one that a save made.
     """
     specs = [spec for spec, _ in tensors]
     found = match(
@@ -203,12 +200,8 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
 def verify_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[Tie], options: LoadOptions) -> None:
     """Check that targets that share memory would get the same bytes.
 
-    Collective: a gather and a broadcast of conflicts. Call it on all ranks if any rank has such targets.
-
-    Raises
-    ------
-    MismatchError
-        Targets on some rank would get different bytes. It is raised on all ranks; no target has changed.
+    Collective: a gather and a broadcast of conflicts. Call it on all ranks if any rank has such targets. Raise `MismatchError` if
+    targets on some rank would get different bytes. It is raised on all ranks; no target has changed.
     """
     lines = conflicts(storage, catalog, ties, verify=options.verify, quantized=options.quantized)
     refuse_conflicts(merge_of_all(comm, lines, union))
@@ -225,12 +218,8 @@ def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int], *, w
     """Check, by sizes alone, that tensors of the catalog are saved whole, before memory is allocated for them.
 
     Return the block digests of the files that hold them, by file index: of all these files if `with_digests`, else only of files
-    in other checkpoints.
-
-    Raises
-    ------
-    CorruptError
-        The rows of a tensor have fewer elements than the tensor, or a file has another size than the catalog says.
+    in other checkpoints. Raise `CorruptError` if the rows of a tensor have fewer elements than the tensor, or a file has another
+    size than the catalog says.
     """
     table, rows = catalog.tensors_table, catalog.rows
     sources = catalog.sources(np.array(tensors, np.int64))
@@ -271,14 +260,8 @@ def fetch(
     """Check the files, then read all items of the plan by `run` (an `Execute`). Call `verify_ties` before.
 
     With ``verify_first`` and ``verify``, every block is read and verified once before any target changes, and then all is read
-    again.
-
-    Raises
-    ------
-    CorruptError
-        A file or a block is damaged.
-    StorageError
-        A file without checksums was changed while it was read.
+    again. Raise `CorruptError` if a file or a block is damaged, and `StorageError` if a file without checksums was changed while
+    it was read.
     """
     files = np.unique(resolved.plan.file).tolist()
     is_foreign = bool(files) and not catalog.files[files[0]].digests_key

@@ -76,15 +76,13 @@ class ReadTask(NamedTuple):
 def execute(task: ReadTask, report: OnProgress = silent) -> int:
     """Read all items of a load plan into their target tensors, and return the number of bytes read from storage.
 
+    Raise `CorruptError` if a block is damaged; the message names it, the tensors that need it, and the tensors that already have
+    new values.
+
     Parameters
     ----------
     report
         Called with the progress in bytes, from the reading threads, one at a time.
-
-    Raises
-    ------
-    CorruptError
-        A block is damaged; the message names it, the tensors that need it, and the tensors that already have new values.
     """
     reads = reads_of(task)
     reader = Reader(task, reads, Tally("load" if task.copy else "verify", reads.num_bytes, report))

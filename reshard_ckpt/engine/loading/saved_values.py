@@ -37,10 +37,7 @@ class SavedValue(NamedTuple):
 def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, verify: bool) -> dict[str, SavedValue]:
     """Return the saved values whose names are in `prefixes` or below one of them, by name.
 
-    Raises
-    ------
-    CorruptError
-        The bytes of a value are damaged.
+    Raise `CorruptError` if the bytes of a value are damaged.
     """
     at = tuple(prefixes)
     found, large = {}, []
@@ -103,12 +100,8 @@ def read_whole(
 ) -> None:
     """Read parts of saved tensors into memory: for each pair in `wanted`, the pieces of the spec into the tensor beside it.
 
-    ``source[i]`` is the index in the catalog of the tensor that pair i wants.
-
-    Raises
-    ------
-    CorruptError
-        The bytes of a tensor are damaged, or it was not saved whole.
+    ``source[i]`` is the index in the catalog of the tensor that pair i wants. Raise `CorruptError` if the bytes of a tensor are
+    damaged, or it was not saved whole.
     """
     blocks = check_whole(storage, catalog, source, with_digests=verify)
     plan = plan_load(catalog, np.array(source), piece_columns([spec for spec, _ in wanted]), storage.hints.read_bytes)

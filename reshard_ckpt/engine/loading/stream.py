@@ -83,6 +83,8 @@ def stream(
 ) -> Iterator[memoryview]:
     """Yield the bytes of all runs, one after the other.
 
+    Raise `CorruptError` if a file is damaged or missing, or the catalog does not cover each element of a tensor exactly once.
+
     Parameters
     ----------
     runs
@@ -98,11 +100,6 @@ def stream(
     ------
     memoryview
         Bytes, never empty, valid until the next ones are yielded. They are cut at arbitrary places, not at runs.
-
-    Raises
-    ------
-    CorruptError
-        A file is damaged or missing, or the catalog does not cover each element of a tensor exactly once.
     """
     check_covered(catalog, runs)
     reader = RunReader(storage, catalog, FileDigests(storage, catalog, verify=verify), dequantizer)
@@ -297,15 +294,12 @@ def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
 def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Generator[Window, None, None]:
     """Read windows of runs and yield them in order; threads read the next ones meanwhile, until the generator ends or is closed.
 
+    Raise `StorageError` if a file without checksums was changed meanwhile; raised in place of the last window.
+
     Yields
     ------
     Window
         A filled window, valid until the next one is asked for.
-
-    Raises
-    ------
-    StorageError
-        A file without checksums was changed meanwhile; raised in place of the last window.
     """
     with ThreadPoolExecutor(AHEAD - 1, thread_name_prefix="reshard-ckpt-stream") as pool:
         try:

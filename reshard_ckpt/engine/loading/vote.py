@@ -69,19 +69,15 @@ def vote(
 ) -> VoteResult:
     """Merge the problems of all ranks, and raise or return the merged ones on every rank. Collective: a gather and a broadcast.
 
+    Raise `MismatchError` if any rank has a problem, and ``strict`` is set, and `UsageError` if ranks were given options with
+    which some ranks would enter a collective and others would not.
+
     Parameters
     ----------
     catalog
         The catalog without the names that ``ignore`` matches.
     hints
         Advice that is added to the error's message.
-
-    Raises
-    ------
-    MismatchError
-        Any rank has a problem, and ``strict`` is set.
-    UsageError
-        Ranks were given options with which some ranks would enter a collective and others would not.
     """
     of_values = [*map(Problem.of, wanted.problems)]
     unfit = [problem for problem in of_values if not matches(problem.name, options.ignore)]
@@ -256,10 +252,7 @@ def missing_values(catalog: Catalog, names: Iterable[str]) -> list[Problem]:
 def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[Problem]:
     """Return a problem for each entry of the checkpoint at or below these names that this library cannot read.
 
-    Raises
-    ------
-    CheckpointError
-        There is such an entry, and ``strict`` is set. It is the error of reading the first of them.
+    Raise `CheckpointError` if there is such an entry, and ``strict`` is set. It is the error of reading the first of them.
     """
     at = tuple(prefixes)
     found = {name: why for name, why in catalog.unreadable.items() if is_below(name, at)}

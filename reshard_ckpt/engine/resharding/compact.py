@@ -207,10 +207,7 @@ def _listed(storage: Storage, catalog: Catalog) -> dict[str, bytes] | None:
 def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally, listed: dict[str, bytes] | None) -> _Copied:
     """Copy one file and its digests file to `key`, and verify each block on the way.
 
-    Raises
-    ------
-    CorruptError
-        A block differs from its digest, or a file differs from its SHA-256 in the manifest (`listed`).
+    Raise `CorruptError` if a block differs from its digest, or a file differs from its SHA-256 in the manifest (`listed`).
     """
     file = catalog.files[index]
     digests = open_files(storage, catalog, [], [index])[index]

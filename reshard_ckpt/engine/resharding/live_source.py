@@ -66,6 +66,8 @@ class LiveSource(NamedTuple):
 def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_lack: bool) -> LiveSource:
     """Open the live state of all ranks. Collective.
 
+    Raise `LayoutError` if the shards of the ranks do not tile every tensor, or ranks disagree about a tensor.
+
     Parameters
     ----------
     local
@@ -74,11 +76,6 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_la
         For each row of `local`, whether its elements may be sent from device memory, without a copy in host memory.
     may_lack
         Whether the shards may leave regions of tensors uncovered.
-
-    Raises
-    ------
-    LayoutError
-        The shards of the ranks do not tile every tensor, or ranks disagree about a tensor.
     """
     *own, _ = encode_metadata(local.local_metadata)
     message = msgpack.packb([*own, np.packbits(np.array(devices, bool)).tobytes()])
@@ -113,12 +110,8 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool], *, may_la
 def compare_live(comm: Comm, source: LiveSource, local: LocalShards, checked: RunColumns | None) -> RunColumns:
     """Compare the replicas of all tensors of a live state, by fingerprints of all of their bytes. Collective.
 
-    Return the runs of this rank that were compared. If all ranks pass them as `checked` next time, no scatter is needed.
-
-    Raises
-    ------
-    LayoutError
-        Two replicas differ. Rank 0 finds it, and all ranks raise it.
+    Return the runs of this rank that were compared. If all ranks pass them as `checked` next time, no scatter is needed. Raise
+    `LayoutError` if two replicas differ. Rank 0 finds it, and all ranks raise it.
     """
     messages, checks = None, source.checks
     if checked is None:
@@ -177,12 +170,7 @@ class LiveValues:
     def share(self, comm: Comm, values: Sequence[ValueSpec], tables: MergedTables | None) -> None:
         """Gather the changed values on rank 0, merge the values of all ranks, and broadcast them. Collective.
 
-        `tables` are the merged tensors of `LiveSource`, on rank 0 alone.
-
-        Raises
-        ------
-        LayoutError
-            Ranks disagree about a value.
+        `tables` are the merged tensors of `LiveSource`, on rank 0 alone. Raise `LayoutError` if ranks disagree about a value.
         """
         own = encode_values(values)
         gathered = comm.gather(b"" if own == self._sent else own)
@@ -281,6 +269,9 @@ def find_overlaps(
 ) -> Overlaps:
     """Find the destinations that share memory with a source, or with another destination.
 
+    Raise `UsageError` if a destination shares memory with another source than its own, or only a part of its memory. Nothing was
+    changed.
+
     Parameters
     ----------
     held, wanted
@@ -289,11 +280,6 @@ def find_overlaps(
         The tensors of `wanted`, by index, that will be written.
     loads_from
         ``loads_from(destination, source)`` tells whether the destination of this name loads from the source of this name.
-
-    Raises
-    ------
-    UsageError
-        A destination shares memory with another source than its own, or only a part of its memory. Nothing was changed.
     """
     sources = {i: piece.tensor for i, piece in held.rows}
     targets = {i: piece.tensor for i, piece in wanted.rows if i in chosen}

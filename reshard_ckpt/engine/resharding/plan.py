@@ -115,10 +115,7 @@ class ReshardPlan:
 def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> ReshardPlan:
     """Plan the save of every rank of the new mesh.
 
-    Raises
-    ------
-    UsageError
-        The catalog and the rules of `topology` do not determine the new placement of some tensor.
+    Raise `UsageError` if the catalog and the rules of `topology` do not determine the new placement of some tensor.
     """
     placed = place(catalog, choice.tensors, topology)
     specs, sources = _tensors(catalog, choice, placed)

@@ -84,10 +84,7 @@ def save_id_of(plan: ReshardPlan, *, verify: bool) -> str:
 def agree_on_id(comm: Comm, save_id: str) -> str:
     """Check that this process has the same save id as process 0, and return it. Collective.
 
-    Raises
-    ------
-    UsageError
-        This process's id differs: it was given other options, or another source.
+    Raise `UsageError` if this process's id differs: it was given other options, or another source.
     """
     first_id: str = value_of_first(comm, lambda: save_id)
     if first_id != save_id:
@@ -165,7 +162,9 @@ def write_share(
 ) -> tuple[ProcessReport, SharedTally]:
     """Write this process's share of the files of all new ranks, group by group, and make it durable. Collective.
 
-    Where the store lets several processes write one file, the windows of all groups are divided evenly, else the new ranks.
+    Where the store lets several processes write one file, the windows of all groups are divided evenly, else the new ranks. Raise
+    `CorruptError` if the source is damaged, or written bytes differ when they are read back. Finished files stay, for the next
+    attempt.
 
     Parameters
     ----------
@@ -175,11 +174,6 @@ def write_share(
         Keys and sizes of files of an earlier attempt.
     dequantizer
         Applies the scales of quantized tensors that are converted.
-
-    Raises
-    ------
-    CorruptError
-        The source is damaged, or written bytes differ when they are read back. Finished files stay, for the next attempt.
     """
     layouts = [plan.layouts(rank, save_id) for rank in range(plan.mesh.size)]
     kept = keep_finished(comm, target, [layout for files in layouts for layout in files], there)

@@ -119,6 +119,9 @@ def agree(
 ) -> tuple[Assignment, SaveContents | None]:
     """Agree with all ranks on the runs that each rank writes. Collective; the module's docstring lists the messages.
 
+    Raise `LayoutError` if the tensors or values of the ranks do not fit together, and `UsageError` if ranks passed different
+    ``metadata=``.
+
     Parameters
     ----------
     splits
@@ -136,13 +139,6 @@ def agree(
     -------
     tuple
         The runs that this rank writes; and on rank 0 the contents of the catalog, None on other ranks.
-
-    Raises
-    ------
-    LayoutError
-        The tensors or values of the ranks do not fit together.
-    UsageError
-        Ranks passed different ``metadata=``.
     """
     encoded = encode_value(metadata, "metadata")
     parts = (*encode_metadata(local_shards.local_metadata), encoded)

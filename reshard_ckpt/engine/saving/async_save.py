@@ -75,10 +75,7 @@ class SaveThread:
     def start(self) -> None:
         """Start the thread. After `let_begin` it writes and commits the save, leaves the session, and gives back the ring.
 
-        Raises
-        ------
-        UsageError
-            No thread can be started, or the interpreter is about to end.
+        Raise `UsageError` if no thread can be started, or the interpreter is about to end.
         """
         try:
             # Not a daemon thread: when the job ends, the interpreter waits for the last save.

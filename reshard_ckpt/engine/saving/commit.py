@@ -78,11 +78,7 @@ def check_free_space(storage: Storage, plan: SavePlan) -> None:
     """Raise an error if a save's plan needs more bytes than the store has free, before a byte is written. Called on rank 0.
 
     Headers, the catalog and writes of other jobs are not counted. If they fill the disk, the save fails later, when it writes.
-
-    Raises
-    ------
-    StorageError
-        The ranks would write more bytes than the store has free.
+    Raise `StorageError` if the ranks would write more bytes than the store has free.
     """
     free = storage.free_bytes()
     by_rank = [size + digests_file_bytes(size) for size in plan.bytes_by_rank().tolist() if size]
@@ -100,12 +96,8 @@ def chunks_of(job: SaveJob) -> Iterator[Chunks]:
     """Yield the bytes of a synchronous save in chunks: from the tensors' own memory, or copied from devices into a pinned ring.
 
     For a state on a device a thread copies into a ring of pinned memory while the caller writes from it. Copying each tensor just
-    before it is written would wait for the device each time, and use pageable memory, which is slower.
-
-    Raises
-    ------
-    UsageError
-        No thread can be started to copy from the device in.
+    before it is written would wait for the device each time, and use pageable memory, which is slower. Raise `UsageError` if no
+    thread can be started to copy from the device in.
     """
     rank, fingerprints = job.comm.rank, job.fingerprints
     if job.base is not None:
@@ -407,7 +399,8 @@ def check_files_again(
     """Check the files of a save once more after its catalog was published; undo the save if another job has deleted them.
 
     While this job is paused for longer than its `lease`, another one may take its files for leftovers. It looks for a catalog
-    before it deletes them (`remove_files`). So one of the two jobs always sees the files or the catalog of the other.
+    before it deletes them (`remove_files`). So one of the two jobs always sees the files or the catalog of the other. Raise
+    `StorageError` if files are missing, so the save is undone.
 
     Parameters
     ----------
@@ -415,11 +408,6 @@ def check_files_again(
         Raises `MissingKey` if a file is missing.
     before, version
         The checkpoint that the path held before, to be put back; and the version of the catalog that was published.
-
-    Raises
-    ------
-    StorageError
-        Files are missing, so the save is undone.
     """
     if lease is not None:
         with suppress(StorageError):

@@ -97,10 +97,7 @@ class RunningSave:
     def wait(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the save is over. Return its error, or None if it was committed.
 
-        Raises
-        ------
-        TimeoutError
-            The save is still under way.
+        Raise `TimeoutError` if the save is still under way.
         """
         try:
             error = self.committed.exception(timeout)
@@ -258,14 +255,8 @@ class SaveQueue:
     def wait_turn(self, *, when_busy: str) -> None:
         """Wait for the saves before the new one, and raise their errors if nobody has seen them.
 
-        Called inside the new save's session, so that an error of one rank is raised on all ranks.
-
-        Raises
-        ------
-        UsageError
-            A save is under way and ``when_busy`` is ``"error"``.
-        CheckpointError
-            An earlier save failed in the background.
+        Called inside the new save's session, so that an error of one rank is raised on all ranks. Raise `UsageError` if a save is
+        under way and ``when_busy`` is ``"error"``, and `CheckpointError` if an earlier save failed in the background.
         """
         begun = list(self.begun)
         for save in begun:

@@ -112,6 +112,9 @@ _KINDS = {ValueKind.PLAIN: "a plain value", ValueKind.PARAM_GROUPS: "groups of a
 def merge_values(of_ranks: Sequence[tuple[int, Sequence[ValueSpec]]], tables: MergedTables) -> tuple[ValueEntry, ...]:
     """Merge the values of all ranks into one table.
 
+    Raise `LayoutError` if ranks disagree about a value that is not declared per rank, or about an optimizer's hyperparameters for
+    a parameter; or a rank has no value of a `PerRank` name.
+
     Parameters
     ----------
     of_ranks
@@ -119,12 +122,6 @@ def merge_values(of_ranks: Sequence[tuple[int, Sequence[ValueSpec]]], tables: Me
         table keeps this order of values, so that dicts keep their order of keys.
     tables
         The merged tensors of the save, whose names are sorted; blobs of values are among them.
-
-    Raises
-    ------
-    LayoutError
-        Ranks disagree about a value that is not declared per rank, or about an optimizer's hyperparameters for a parameter; or a
-        rank has no value of a `PerRank` name.
     """
     by_name: dict[str, list[tuple[int, ValueSpec]]] = {}
     for rank, values in of_ranks:

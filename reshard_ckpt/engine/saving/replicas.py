@@ -288,12 +288,8 @@ def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> fro
 def compare_replicas(checks: Checks, names: Sequence[str], fingerprints: U64) -> None:
     """Raise an error if the members of a replica group have different fingerprints.
 
-    Buffers under DDP and FSDP may differ: one warning names all that do. `fingerprints` as for `differing`.
-
-    Raises
-    ------
-    LayoutError
-        Replicas other than such buffers differ.
+    Buffers under DDP and FSDP may differ: one warning names all that do. `fingerprints` as for `differing`. Raise `LayoutError`
+    if replicas other than such buffers differ.
     """
     differs, leader = differing(checks, fingerprints), checks.leader
     buffers = differs[checks.replication[differs] == Replication.BUFFER]

@@ -99,15 +99,12 @@ class StepGuard:
     def close(self, *, has_changed: bool = False) -> None:
         """Release the optimizers once all is copied, and raise an error if their tensors changed meanwhile.
 
+        Raise `UsageError` if a tensor of the optimizers changed, so the copy may mix values from before and after a step.
+
         Parameters
         ----------
         has_changed
             The caller already knows that a tensor of the optimizers changed while it was copied.
-
-        Raises
-        ------
-        UsageError
-            A tensor of the optimizers changed, so the copy may mix values from before and after a step.
         """
         try:
             # Release only after the comparison: it would take the changes of a step that begins now for changes during the copy.

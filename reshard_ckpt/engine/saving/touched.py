@@ -89,16 +89,13 @@ def choose(
 ) -> Rows | None:
     """Choose the rows of embedding tables that a save writes, the same on all ranks. Collective.
 
+    Raise `UsageError` if ranks have trackers with different options.
+
     Returns
     -------
     Mapping or None
         For each table, a mask over all its rows. None if all rows are to be saved: there is no base, or some rank has tracked
         changes since another checkpoint than the base.
-
-    Raises
-    ------
-    UsageError
-        Ranks have trackers with different options.
     """
     # Before the ranks meet: a rank that failed between the meeting and the exchange would leave the others waiting in it.
     counts = base is not None and tracker.since == base.catalog.save_id

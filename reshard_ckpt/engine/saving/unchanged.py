@@ -74,10 +74,8 @@ class Base(NamedTuple):
 def base_beside(url: str, storage: Storage, catalog: Catalog, *, verify: bool, min_live: float = MIN_LIVE) -> Base:
     """Make a checkpoint in `storage` the base of an incremental save to `url`; `min_live` as in `MIN_LIVE`.
 
-    Raises
-    ------
-    UsageError
-        The two do not lie in one folder. Only there does deleting a checkpoint look for others that refer to it.
+    Raise `UsageError` if the two do not lie in one folder. Only there does deleting a checkpoint look for others that refer to
+    it.
     """
     folder, _, name = unlinked_path(url).rpartition("/")
     base_url = unlinked_path(storage.url)

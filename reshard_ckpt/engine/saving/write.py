@@ -177,16 +177,12 @@ def write_files(storage: Storage, chunks: Chunks, recorder: Recorder, *, sha256:
     """Write a rank's files, hash them on the way, and make their bytes durable; on an error delete them. Return the receipt.
 
     The names of the files are not durable yet: rank 0 syncs the folders of all ranks at once, before it publishes the catalog.
+    Raise `StorageError` if the store refused a write; the files of this rank are removed.
 
     Parameters
     ----------
     sha256
         Also take the SHA-256 of the files, for a manifest.
-
-    Raises
-    ------
-    StorageError
-        The store refused a write; the files of this rank are removed.
     """
     written: list[WrittenFile] = []
     try:

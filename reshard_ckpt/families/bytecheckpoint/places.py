@@ -37,10 +37,7 @@ FlatParams = Mapping[str, tuple[FlatPart, ...]]
 def flat_params(notes: Any, where: str) -> FlatParams:
     """Read the flat parameters from a model's metadata; empty if it has no flat parameters.
 
-    Raises
-    ------
-    CorruptError
-        The notes contradict each other.
+    Raise `CorruptError` if the notes contradict each other.
     """
     if not isinstance(notes, dict) or not any(field in notes for field in _FIELDS):
         return {}
@@ -72,10 +69,7 @@ def _parts(names: Any, shapes: Any, padding: Any, sizes: Any) -> Iterator[FlatPa
 def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
     """Return metadata in which each flat parameter of FSDP1, and its optimizer state, is replaced by the parameters in it.
 
-    Raises
-    ------
-    CorruptError
-        A tensor that `flats` lists is not a vector, or two flat parameters hold the same parameter.
+    Raise `CorruptError` if a tensor that `flats` lists is not a vector, or two flat parameters hold the same parameter.
     """
     tensors, paths = dict(saved.tensors), dict(saved.paths)
     for fqn, tensor in saved.tensors.items():

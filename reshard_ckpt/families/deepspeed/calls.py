@@ -48,10 +48,7 @@ def config_of(engine: Any) -> Mapping[str, Any]:
 def chosen_by(config: Mapping[str, Any]) -> Chosen | None:
     """Read the blocks of a config; return None if it has neither block, or none of them is enabled.
 
-    Raises
-    ------
-    UsageError
-        An option of a block has an impossible value, or both blocks are enabled.
+    Raise `UsageError` if an option of a block has an impossible value, or both blocks are enabled.
     """
     blocks = {key: block for key in BLOCKS if (block := _enabled(config.get(key), by_default=key != "nebula")) is not None}
     if len(blocks) > 1:

@@ -39,10 +39,7 @@ Shared = tuple[dict[str, Any], str, Any]
 def refuse_unsupported(engine: Any) -> None:
     """Refuse engines whose state cannot be saved or loaded as global tensors.
 
-    Raises
-    ------
-    UnsupportedError
-        The engine offloads to NVMe, or divides tensors among ranks in an unknown way.
+    Raise `UnsupportedError` if the engine offloads to NVMe, or divides tensors among ranks in an unknown way.
     """
     offload, grid = engine._config.zero_config.offload_param, getattr(engine, "grid", None)
     is_on_nvme = offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
@@ -296,10 +293,8 @@ class EngineState:
     def shared_values(self, entries: Mapping[str, Mapping[str, Any]]) -> list[Shared]:
         """Return the values that the parameters of a flat group share, such as the step, from the saved value of each parameter.
 
-        Raises
-        ------
-        UnsupportedError
-            The saved values differ among the parameters of one group, or are not numbers where the optimizer has one.
+        Raise `UnsupportedError` if the saved values differ among the parameters of one group, or are not numbers where the
+        optimizer has one.
         """
         base = base_optimizer(self._engine)
         chosen = []

@@ -228,10 +228,7 @@ _OF_MOE = ("moe", "name")
 def _hyperparameters(held: EngineState, saved: Any) -> list[dict[str, Any]]:
     """Return for each group of torch's optimizer the hyperparameters that were saved for its parameters.
 
-    Raises
-    ------
-    MismatchError
-        The parameters of a group were saved with different hyperparameters, or a parameter was in no group.
+    Raise `MismatchError` if the parameters of a group were saved with different hyperparameters, or a parameter was in no group.
     """
     names = held.group_names()
     if not saved:

@@ -81,10 +81,7 @@ class TensorParallel:
     def shard(self, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
         """Return the part of parameter `name` that one rank holds, given the shape of each rank's tensor.
 
-        Raises
-        ------
-        UnsupportedError
-            The division of the parameter is not recorded, or of a kind that is not supported.
+        Raise `UnsupportedError` if the division of the parameter is not recorded, or of a kind that is not supported.
         """
         if (why := self._unsupported.get(name)) is not None:
             raise UnsupportedError(f"{name}: AutoTP itself says that it cannot be put together: {why}")

@@ -88,10 +88,7 @@ class TagFiles:
 def latest_tag(storage: Storage) -> str | None:
     """Return the tag that the file ``latest`` names; None if the folder is not a root.
 
-    Raises
-    ------
-    CorruptError
-        The folder of that tag is not there.
+    Raise `CorruptError` if the folder of that tag is not there.
     """
     for key in LATEST:
         size = storage.size(key)
@@ -131,10 +128,7 @@ def _is_ours(name: str) -> bool:
 def tag_files(storage: Storage) -> TagFiles | None:
     """Find the files of a checkpoint; return None if the folder is not one of DeepSpeed.
 
-    Raises
-    ------
-    CorruptError
-        A file is missing, or the folder has files of two saves.
+    Raise `CorruptError` if a file is missing, or the folder has files of two saves.
     """
     names = _names_in(storage)
     models = {_rank(m): m[0] for m in map(_MODEL.fullmatch, names) if m}

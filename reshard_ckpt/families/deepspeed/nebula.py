@@ -80,12 +80,7 @@ class NebulaRun:
         """Find the checkpoint of a tag, or of ``latest``, in the run or in the folder of the load. Collective.
 
         Without ``enable_nebula_load``, only the folder of the load is looked at. Return None if no tag is given and there is no
-        checkpoint.
-
-        Raises
-        ------
-        CheckpointNotFound
-            The tag is given, and no checkpoint has it.
+        checkpoint. Raise `CheckpointNotFound` if the tag is given, and no checkpoint has it.
         """
         if not self._block.loads:
             return find_saved(load_dir, tag, timeout_s=self._timeout_s)

@@ -43,15 +43,12 @@ _MODULE_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.
 def module_files(files: TagFiles, where: str, content: Mapping[str, Any]) -> list[str]:
     """List the files of experts that hold tensors of the module, under their names in the whole model.
 
+    Raise `UnsupportedError` if the experts are divided in a way that cannot be read.
+
     Parameters
     ----------
     content
         The content of the first file of model states.
-
-    Raises
-    ------
-    UnsupportedError
-        The experts are divided in a way that cannot be read.
     """
     if not files.experts:
         return []

@@ -26,10 +26,7 @@ TIED = "tied_modules."
 def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> dict[str, FileTensor]:
     """Return the tensors of all layers, under their names in the pipeline's module.
 
-    Raises
-    ------
-    UnsupportedError
-        Layers are divided among tensor-parallel ranks.
+    Raise `UnsupportedError` if layers are divided among tensor-parallel ranks.
     """
     found: dict[str, FileTensor] = {}
     for (layer, mp), key in sorted(layers.items()):

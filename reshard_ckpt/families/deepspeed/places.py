@@ -179,6 +179,9 @@ def advised(cure: str) -> Iterator[None]:
 def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | Sequence[int], where: str) -> RankState:
     """Convert the state dict of a rank's optimizer to its flat groups, hyperparameters and values.
 
+    Raise `CorruptError` if the flat tensors have other lengths than follow from the shapes, and `UnsupportedError` if the state
+    dict is of an unknown kind.
+
     Parameters
     ----------
     shapes
@@ -189,13 +192,6 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | S
         The data-parallel rank; or one for each group, if the groups are divided among different ranks.
     where
         The name of the state in messages.
-
-    Raises
-    ------
-    CorruptError
-        The flat tensors have other lengths than follow from the shapes.
-    UnsupportedError
-        The state dict is of an unknown kind.
     """
     is_striped = "fp32_flat_groups" in state
     counts = state.get("partition_count", 1)
@@ -293,10 +289,7 @@ def placed_groups(num_ranks: Sequence[int], num_dp: int, dp: int) -> tuple[Group
     >>> placed_groups([4, 2], 4, 3)
     (GroupPlace(rank=3, expert_rank=0), GroupPlace(rank=1, expert_rank=1))
 
-    Raises
-    ------
-    CorruptError
-        The ranks cannot be divided into groups of equal size.
+    Raise `CorruptError` if the ranks cannot be divided into groups of equal size.
     """
     wrong = next((num for num in num_ranks if type(num) is not int or num < 1 or num_dp % num), None)
     if wrong is not None:

@@ -36,10 +36,7 @@ def is_whole(folder: Path) -> bool:
 def see_commits() -> None:
     """Replace three functions of transformers, so that its Trainer counts only committed checkpoints; a second call does nothing.
 
-    Raises
-    ------
-    UsageError
-        The Trainer of this release lacks one of them, so its saves in the background cannot be made safe.
+    Raise `UsageError` if the Trainer of this release lacks one of them, so its saves in the background cannot be made safe.
     """
     with needed("the Trainer", "transformers>=5.23"):
         _METHODS.install({"_finalize_training": _finalize_training})

@@ -57,10 +57,7 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
 def plain(file: TorchFile, made: Any) -> Any:
     """Convert a value of a file to plain values: an object of DeepSpeed becomes a dict, a member of its enums a number.
 
-    Raises
-    ------
-    UnsupportedError
-        The value holds an object whose class would have to be imported.
+    Raise `UnsupportedError` if the value holds an object whose class would have to be imported.
     """
 
     def without_class(path: Path, node: Any) -> Any:

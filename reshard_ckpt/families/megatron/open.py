@@ -111,12 +111,8 @@ def _latest(storage: Storage) -> str | None:
 def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
     """Return whether a folder is a checkpoint of Megatron's ``torch_dist`` format.
 
-    Raises
-    ------
-    UnsupportedError
-        It is a checkpoint of Megatron in another format.
-    CorruptError
-        The save that wrote it did not finish.
+    Raise `UnsupportedError` if it is a checkpoint of Megatron in another format, and `CorruptError` if the save that wrote it did
+    not finish.
     """
     if storage.size(CONFIG_FILE) is None:
         if storage.size(METADATA_KEY) is not None and storage.size(COMMON_FILE) is None:
@@ -319,13 +315,9 @@ def unflattened(saved: SavedTensor, shape: Ints, name: str) -> SavedTensor:
     """Convert a flat tensor to its true shape: each chunk becomes a run of a box.
 
     Megatron up to 0.15 saves a tensor of the distributed optimizer flat. Say a tensor of shape X is cut into f parts along its
-    dims. Then the saved shape is ``[f…, elements of one part]``. A chunk of n elements at ``(c…, start)`` holds the run
-    ``[start, start + n)`` of the box with the offsets ``c · (X/f)`` and the lengths ``X/f``. X is stored in ``mcore_data``.
-
-    Raises
-    ------
-    CorruptError
-        The shapes do not fit each other, or a chunk spans several parts.
+    dims. Then the saved shape is ``[f…, elements of one part]``. A chunk of n elements at ``(c…, start)`` holds the run ``[start,
+    start + n)`` of the box with the offsets ``c · (X/f)`` and the lengths ``X/f``. X is stored in ``mcore_data``. Raise
+    `CorruptError` if the shapes do not fit each other, or a chunk spans several parts.
     """
     fragments, numel = saved.shape[:-1], saved.shape[-1]
     # fragments: into how many parts each dim is cut. lengths: the box of one part.

@@ -60,10 +60,7 @@ def is_optimizer(value: object) -> bool:
 def lower_tree(tree: Any, *, loading: bool) -> Node:
     """Lower a tree, as `tree.lower` does, in which optimizer objects may stand.
 
-    Raises
-    ------
-    UsageError
-        A shard or an optimizer cannot be saved or loaded in its current state.
+    Raise `UsageError` if a shard or an optimizer cannot be saved or loaded in its current state.
     """
     parameters = {id(v.data): v for v in leaves(tree, children) if (is_sharded_tensor(v) or is_factory(v)) and v.data is not None}
 

@@ -72,10 +72,7 @@ def is_main(replica_id: int | tuple[int, ...]) -> bool:
 def entry_of(sharded: Any, data: torch.Tensor) -> NamedShard:
     """Describe a `ShardedTensor` over the memory of `data`.
 
-    Raises
-    ------
-    LayoutError
-        Its shape, offsets and range contradict each other.
+    Raise `LayoutError` if its shape, offsets and range contradict each other.
     """
     lacking = (None,) * sharded.prepend_axis_num
     run = getattr(sharded, "flattened_range", None)
@@ -109,6 +106,9 @@ def run_entries(
 ) -> list[NamedShard]:
     """Describe a run of a flattened parameter's state: one shard for each tensor that the parameter is saved as.
 
+    Raise `UnsupportedError` if the factory rearranges elements, or names its results by another key. Raise `LayoutError` if the
+    parameter has another shape than its entry in the tree.
+
     Parameters
     ----------
     sharded
@@ -121,13 +121,6 @@ def run_entries(
         The first element of the run in the flattened parameter.
     instance
         The number of the distributed optimizer's instance. Other instances hold replicas.
-
-    Raises
-    ------
-    UnsupportedError
-        The factory rearranges elements, or names its results by another key.
-    LayoutError
-        The parameter has another shape than its entry in the tree.
     """
     shape = tuple(parameter.shape)
     key = f"{prefix}.{sharded.key}"

@@ -249,10 +249,7 @@ class RankTensors:
     def _prove(self, by_rank: Sequence[Sequence[Held]], replicas: Sequence[Sequence[Held]], cut: Cut) -> None:
         """Check a rule for a tensor by bytes: replicas must be equal, and the shards of a cut tensor must differ.
 
-        Raises
-        ------
-        UnsupportedError
-            The bytes contradict the rule.
+        Raise `UnsupportedError` if the bytes contradict the rule.
         """
         if not cut.prove:
             return

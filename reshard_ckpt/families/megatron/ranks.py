@@ -41,12 +41,8 @@ def is_per_rank(storage: Storage) -> bool:
 def read_ranks(storage: Storage, *, named: bool = False) -> Catalog:
     """Build the catalog of a folder; `named` is the option of `megatron.open.open_megatron`.
 
-    Raises
-    ------
-    CorruptError
-        A file is missing, cut or damaged.
-    UnsupportedError
-        The model was saved by a Megatron before megatron.core.
+    Raise `CorruptError` if a file is missing, cut or damaged, and `UnsupportedError` if the model was saved by a Megatron before
+    megatron.core.
     """
     files = _Files(storage)
     builder = CatalogBuilder(NAME, files.where)

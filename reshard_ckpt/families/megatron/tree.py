@@ -86,15 +86,12 @@ def is_local(value: object) -> bool:
 def lower(tree: Any, *, loading: bool, own: Callable[[Any], Node | None] = lambda value: None) -> Node:
     """Replace each leaf of a tree by a node that holds its shards, objects or common state; dicts and lists stay.
 
+    Raise `UsageError` if a shard has no data to save, or its attributes contradict each other.
+
     Parameters
     ----------
     own
         Called first on each leaf: returns a node for leaves of its own kinds, such as optimizers, and None for all others.
-
-    Raises
-    ------
-    UsageError
-        A shard has no data to save, or its attributes contradict each other.
     """
     if isinstance(tree, dict):
         return {key: lower(value, loading=loading, own=own) for key, value in tree.items()}
@@ -209,10 +206,7 @@ class Replacement:
 def merged(common: Any, loaded: Any, at: str = "") -> Any:
     """Put loaded values into the common state, as Megatron does; if both have a value at one place, the loaded one counts.
 
-    Raises
-    ------
-    MismatchError
-        Two lists have different lengths.
+    Raise `MismatchError` if two lists have different lengths.
     """
     # `Replacement` replaces, dicts and lists of equal form are merged, anything else replaces too.
     if isinstance(loaded, Replacement):

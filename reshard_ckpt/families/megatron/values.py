@@ -41,12 +41,7 @@ MAX_BYTES = 64 << 20
 def read_integrity(storage: Storage) -> dict[str, bytes]:
     """Return the SHA-256 of each file by its key; an empty dict if Megatron wrote no list.
 
-    Raises
-    ------
-    CorruptError
-        The list is damaged.
-    UnsupportedError
-        The digests are not SHA-256.
+    Raise `CorruptError` if the list is damaged, and `UnsupportedError` if the digests are not SHA-256.
     """
     if storage.size(INTEGRITY_KEY) is None:
         return {}
@@ -127,12 +122,7 @@ def check_common_file(catalog: Catalog, folder: str) -> None:
     """Check that ``common.pt``, if there is one, belongs to the same save as the catalog.
 
     A save puts it in place before the catalog. If that save replaces a checkpoint and is killed in between, the old catalog is
-    left with the new file.
-
-    Raises
-    ------
-    CorruptError
-        The file is damaged, or belongs to another save.
+    left with the new file. Raise `CorruptError` if the file is damaged, or belongs to another save.
     """
     wanted, path = (noted(catalog) or {}).get(COMMON_FILE), pathlib.Path(folder, COMMON_FILE)
     if wanted is not None and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != wanted:

@@ -49,6 +49,9 @@ def write_megatron(
 ) -> int:
     """Write a folder for Megatron-Core.
 
+    Raise `NameCollisionError` if two names convert to the same key, and `UnsupportedError` if a value is neither plain nor
+    tagged; or Megatron looks for none of the names.
+
     Parameters
     ----------
     storage
@@ -64,13 +67,6 @@ def write_megatron(
     -------
     int
         Bytes of files that an earlier attempt had finished.
-
-    Raises
-    ------
-    NameCollisionError
-        Two names convert to the same key.
-    UnsupportedError
-        A value is neither plain nor tagged; or Megatron looks for none of the names.
     """
     _refuse_other_models(catalog)
     common = _common_state(catalog, values)

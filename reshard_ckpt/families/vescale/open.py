@@ -97,10 +97,7 @@ class _Folder:
     def _hyperparameters(self, saved: Metadata, stage: int) -> dict[str, Any]:
         """Return the hyperparameters that all groups of a stage have in common, without their members.
 
-        Raises
-        ------
-        UnsupportedError
-            The groups have different hyperparameters.
+        Raise `UnsupportedError` if the groups have different hyperparameters.
         """
         # Paths are ``param_group_meta``, number of the group, hyperparameter.
         entries = ((saved.paths[fqn], extent) for fqn, extent in saved.values.items())

@@ -74,12 +74,8 @@ class HeadParser:
     def parse(self, data: memoryview, *, name: str) -> TensorLayout:
         """Parse the head of a chunk; `data` are the first bytes of the chunk.
 
-        Raises
-        ------
-        HeadTooShort
-            `data` end before the storage begins.
-        CorruptError, UnsupportedError
-            The chunk is not a tensor that ``torch.save`` wrote, or not a plain one.
+        Raise `HeadTooShort` if `data` end before the storage begins, and `CorruptError` or `UnsupportedError` if the chunk is not
+        a tensor that ``torch.save`` wrote, or not a plain one.
         """
         for end, heads in self._known.items():
             head = heads.get(bytes(data[:end]))
