@@ -25,8 +25,8 @@ from ..comm.peers import machine_id
 from ..core.report import LoadReport, summarize
 from ..engine.common.progress import RankLog, size_text
 from ..engine.common.rounds import Buffers, Rounds, Traffic, named_error, settle
-from ..engine.loading.load import drop_refused, resolve
-from ..engine.loading.vote import Wanted, vote
+from ..engine.loading.load import Resolved, drop_refused, resolve
+from ..engine.loading.vote import VoteResult, Wanted, vote
 from ..engine.resharding.delta import DeltaMover
 from ..engine.resharding.live import LiveMover, WantedRows, plan_moves
 from ..engine.resharding.live_source import LiveValues, Spares, compare_live, open_live
@@ -63,7 +63,7 @@ class Job:
 
         1. `open_live`: make a catalog of the pieces of all ranks.
         2. `LiveValues.share`: give every rank the values of all ranks.
-        3. `vote`: let rank 0 judge whether every rank can load.
+        3. `_vote`: let rank 0 judge whether every rank can load.
         4. `plan_moves`: gather the wanted rows, and plan the rounds.
         5. `open_exchange`: make the groups for messages, one for each device that any rank needs.
         """
@@ -74,9 +74,7 @@ class Job:
         self._values.share(comm, captured.values, source.tables)
         opened = states.open(captured, source.catalog, self._values)
         resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
-        target, load = opened.target, self._options.load
-        wishes = Wanted(target.prefixes, opened.names, opened.unfit, target.unplaced)
-        verdict = vote(comm, opened.saved, resolved, wishes, load, hints=target.hints(opened.values))
+        verdict = self._vote(comm, opened, resolved)
         resolved = drop_refused(opened.saved, resolved, verdict.refused)
         # place: the index in dst of each wanted tensor. sources: for each that will be loaded, the catalog's tensor with its
         # bytes.
@@ -331,6 +329,12 @@ class Job:
         overlaps = self.plan.overlaps
         staged, tied = self.plan.sources.keys() - overlaps.identical, {i for group in overlaps.tied for i in group}
         return Spares(opened.wanted, staged if self._options.staged else tied, may_lack=self._options.load.may_lack)
+
+    def _vote(self, comm: Comm, opened: Opened, resolved: Resolved) -> VoteResult:
+        """Let all ranks vote on whether the load can go on; raise on all of them if it cannot. Collective, as `vote`."""
+        target, saved = opened.target, opened.saved
+        wanted = Wanted(target.prefixes, opened.names, opened.unfit, target.unplaced)
+        return vote(comm, saved, resolved, wanted, self._options.load, hints=target.hints(opened.values))
 
     def _move(self, comm: Comm, opened: Opened | None, failure: BaseException | None) -> LoadReport:
         """Move the opened state: exchange all messages, let all ranks say whether they failed, and put everything in place."""

@@ -33,7 +33,7 @@ class Plan:
     not_loaded
         The names of the tensors of `dst` that are not loaded.
     unfit
-        The problems with the values of this rank that the options allow.
+        A line for each value of `dst` that does not fit on this rank, although the options allow that.
     checked
         The runs of this rank that other ranks hold too, as the first comparison found them; None before it.
     """
