@@ -160,8 +160,8 @@ def _boxes(catalog: Catalog, index: int) -> Iterator[tuple[Ints, Ints, Run]]:
 def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> FolderLayout:
     """Return the tensors and values to write, with the names and paths that DCP would have given them for the same state.
 
-    A per-rank value becomes a list. `optimizer` is one of `OPTIMIZER_FORMS`. Raise `NameCollisionError` if
-    two values or tensors have one name after values are flattened.
+    A per-rank value becomes a list. `optimizer` is one of `OPTIMIZER_FORMS`. Raise `NameCollisionError` if two values or tensors
+    have one name after values are flattened.
     """
     entries = catalog.values_table
     check_keys(decode_path(entry.path) for entry in entries)
