@@ -16,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -142,16 +143,16 @@ def _slot_bytes(traffic: Traffic) -> int:
 
 
 class _Message:
-    """The layout of the message of one round in a buffer: for each rank a head, and a part unless the part is in shared memory.
+    """The layout of a message in a buffer: for each rank a head, whose bytes are at `heads`, and a part of one of the `sizes`."""
 
-    `elsewhere` says for each rank whether its part is in shared memory.
-    """
-
-    def __init__(self, sizes: Sequence[int], elsewhere: Sequence[bool]) -> None:
-        self.sizes = [HEAD_BYTES + (0 if other else _padded(size)) for size, other in zip(sizes, elsewhere, strict=True)]
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = [HEAD_BYTES + _padded(size) for size in sizes]
         self.num_bytes = sum(self.sizes)
-        self.heads = [end - size for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
-        self.starts = [head + HEAD_BYTES for head in self.heads]
+        self.starts = [end - size + HEAD_BYTES for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
+        self.heads = torch.tensor(self.starts, device="cpu")[:, None] + torch.arange(-HEAD_BYTES, 0, device="cpu")
+
+
+_message = lru_cache(maxsize=8)(_Message)  # on one machine all messages are of heads alone
 
 
 class Rounds:
@@ -253,8 +254,8 @@ class Rounds:
 
         Return a function that waits for the heads of all ranks, and returns whether all ranks go on.
         """
-        nothing = [0] * self._exchange.size
-        message = _Message(nothing, [True] * len(nothing))
+        nothing = (0,) * self._exchange.size
+        message = _message(nothing)
         out, data = (self._buffers.get(slot, message.num_bytes) for slot in _HEADS)
         self._put_heads(number, out, message, nothing)
         arriving = self._exchange.start(out, message.sizes, data, message.sizes), data, message
@@ -272,14 +273,13 @@ class Rounds:
         """
         wait, data, message = arriving
         wait()
-        at = (torch.tensor(message.heads, device="cpu")[:, None] + torch.arange(HEAD_BYTES, device="cpu")).to(data.device)
-        first, places = data[at].cpu().view(torch.int64).T.tolist()
+        first, places = data[message.heads.to(data.device)].cpu().view(torch.int64).T.tolist()
         if any(word >> 8 != self._first + 1 + number for word in first):
             raise PeerError(
                 "the ranks are out of step in their process group: one has left a call out, or failed in one; end the job"
             )
         self.stopped = any(word & _FAILED for word in first)
-        memories, starts = [data] * len(message.heads), list(message.starts)
+        memories, starts = [data] * len(places), list(message.starts)
         for rank, memory in enumerate(self._shared.read):
             if memory is not None:
                 memories[rank], starts[rank] = memory, places[rank]
@@ -288,7 +288,9 @@ class Rounds:
     def _messages(self, number: int) -> tuple[_Message, _Message]:
         """Return the layouts of two messages of a round: the one that this rank sends, and the one that it receives."""
         sent, received = self._traffic.sizes(number)
-        return _Message(sent, self._shared.readers), _Message(received, [memory is not None for memory in self._shared.read])
+        to = [0 if reads else size for size, reads in zip(sent, self._shared.readers, strict=True)]
+        came = [size if memory is None else 0 for size, memory in zip(received, self._shared.read, strict=True)]
+        return _message(tuple(to)), _message(tuple(came))
 
     def _packed(self, number: int) -> tuple[torch.Tensor, _Message]:
         """Pack the message of a round, with its heads: the flag of a failure, and the place of each part in shared memory."""
@@ -307,8 +309,7 @@ class Rounds:
     def _put_heads(self, number: int, out: torch.Tensor, message: _Message, starts: Sequence[int]) -> None:
         word = (self._first + 1 + number) << 8 | (0 if self.failure is None else _FAILED)
         heads = torch.tensor([[word, start] for start in starts], device="cpu").view(torch.uint8)
-        for head, data in zip(message.heads, heads, strict=True):
-            out[head : head + HEAD_BYTES] = data
+        out[message.heads.to(out.device)] = heads.to(out.device)
 
     def _start(self, number: int, out: torch.Tensor, sent: _Message) -> _Arriving:
         received = self._messages(number)[1]

@@ -139,10 +139,10 @@ def resolve(
     targets = tuple([ReadTarget(specs[i].name, tensors[i][1], dtype) for i, dtype in zip(chosen, dtypes, strict=True)])
     wanted = piece_columns(kept)
     # Windows that ranks exchange, and windows for a device, which cross the link one at a time, gain nothing from being in the
-    # processor's cache.
+    # processor's cache. Of half the size, three messages with a whole window fit into one round of an exchange.
     devices = {target.tensor.device for target in targets}
     if options.read_once or any(map(has_streams, devices)):
-        window_bytes = max(REQUEST_BYTES, window_bytes)
+        window_bytes = max(REQUEST_BYTES // (2 if options.read_once else 1), window_bytes)
     plan = plan_load(catalog, source, wanted, window_bytes)
     faults = faults_of(catalog, source)
     for fault in faults:

@@ -13,7 +13,7 @@ may hold damaged bytes; `Reader.changed` names every target that may have change
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -188,10 +188,6 @@ _Fill = _Copy | _Cast | _EachRun | _ShortRuns
 """A copy from the buffer of a window into a target. Its method ``fill(buffer)`` makes the copy."""
 
 
-ReadInto = Callable[[str, int, Sequence[memoryview]], None]
-"""A function like `Storage.read_into`: it takes a key, the offset of the first byte, and the buffers to fill in order."""
-
-
 class Damage(Exception):
     """The error of a block that differs from its digest, before it has a message.
 
@@ -338,31 +334,37 @@ class Reader:
             self.devices.finish()
         count_up([self.task.targets[dest].tensor for dest in self._memories])
 
-    def read_window(self, window: int) -> None:
-        """Read one window from storage, verify its blocks, and put its bytes into their targets."""
-        self.take_window(window, self.task.storage.read_into, verify=True)
+    def read_window(self, window: int, held: memoryview | None = None, first: int = 0) -> None:
+        """Read one window from storage, verify its blocks, and put its bytes into their targets.
 
-    def take_window(self, window: int, read_into: ReadInto, *, verify: bool) -> None:
-        """Fill one window by `read_into`, verify its blocks if `verify`, and put its bytes into their targets.
-
-        Some runs land: they are read straight into their targets. If this raises, these targets may hold part of the new bytes,
-        verified or not. Targets of copied items have changed only if the error came after verification.
+        With `held`, which holds verified bytes of the file from byte `first` on, nothing is read. Some runs land: they are read
+        straight into their targets. If this raises, these targets may hold part of the new bytes, verified or not. Targets of
+        copied items have changed only if the error came after verification.
         """
         file = self._file[window]
         key = self.task.catalog.files[file].key
         extents = self._extents[window]
         on_devices = self._parts[window]
         size = extents[-1].high - extents[0].low
-        buffer = self.devices.buffer(size) if self.devices and on_devices else self._buffer(size)
+        if self.devices and on_devices:
+            buffer = self.devices.buffer(size)
+        else:
+            buffer = self._buffer(size) if held is None else held[extents[0].low - first :]
         # Before the first read, as a read that fails may have overwritten part of a target.
         self._landed.append(window)
         size_read = 0
         for low, high, where in extents:
             size_read += high - low
             parts = [part if isinstance(part, memoryview) else buffer[part] for part in where]
-            read_into(key, low, parts)
-            if verify:
+            if held is None:
+                self.task.storage.read_into(key, low, parts)
                 self.verify(file, low, parts, window)
+                continue
+            at = low - first
+            for part, place in zip(parts, where, strict=True):
+                if part is place or on_devices:  # the others are where they are held
+                    part[:] = held[at : at + len(part)]
+                at += len(part)
         # Only after every extent of the window was verified.
         self._copied.append(window)
         for job in self._fills[window]:

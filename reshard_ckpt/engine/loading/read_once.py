@@ -435,12 +435,6 @@ class _SharedWindows(Mover):
             if not task.copy:
                 self._tally.add(high - low)
 
-        def from_memory(key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-            at = offset - lows[0]
-            for buffer in buffers:
-                buffer[:] = data[at : at + len(buffer)]
-                at += len(buffer)
-
         if task.copy:
-            self._reader.take_window(number, from_memory, verify=False)
+            self._reader.read_window(number, data, lows[0])
         return data
