@@ -199,7 +199,7 @@ only_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reas
 def test_no_rank_ever_builds_the_whole_of_a_large_tensor(tmp_path: Path):
     for grown in run_ranks(memory_job, 4, str(tmp_path), timeout_s=800):
         told = {name: f"{value / MB:.0f} MB" for name, value in grown.items()}
-        # A round that is sent, one received, one read ahead, and a window of 8 MiB in each thread.
+        # A round that is sent, one received, one read ahead, and a window of 4 MiB in each thread.
         assert max(grown.pop("load_columns_once"), grown.pop("load_whole_once")) < 200 * MB, told
         assert max(grown.values()) < TOTAL // 8, told
 
