@@ -187,9 +187,9 @@ class Manager(RunSteps):
             if memory is not None:
                 with open_session("open the memory of", self._root, **self._session) as comm:
                     self._memory = MemoryRun(
-                        memory, self._root, storage, self._names, comm, self._lineage,
+                        memory, self._root, self._names, comm, self._lineage,
                         "10min" if persist_every is None else persist_every, self._stored.keeps, self._committed,
-                        grace_s=keep_s, **self._session,
+                        self._stored.newest, grace_s=keep_s, **self._session,
                     )  # fmt: skip
             self._held = opening.pop_all()
         self._restoring = Restoring(

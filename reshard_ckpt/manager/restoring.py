@@ -112,14 +112,15 @@ class Restoring:
         if self._memory is not None and self._find(lambda: 0, {}, step, verify=False)[1] is not None:
             return True
         with open_session("has", f"{self._root} at {step}", **self._session) as comm:
-            return bool(value_of_first(comm, lambda: step in self._stored.counted()))
+            return bool(value_of_first(comm, lambda: self._stored.has(step)))
 
     def newest(self) -> int | None:
         """Return the step of the newest checkpoint, in the store or whole in the nodes' memory; None without any. Collective."""
         if self._memory is None:
-            step = self._newest_except({})
+            with open_session("newest", self._root, **self._session) as comm:
+                step = value_of_first(comm, self._stored.newest)
         else:
-            step, found = self._find(lambda: self._stored.newest_except({}), {}, verify=False)
+            step, found = self._find(self._stored.newest, {}, verify=False)
             step = step if found is None else found.generation.step
         return step if step >= 0 else None
 

@@ -52,13 +52,20 @@ class RunSteps:
         return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
 
     def catalog(self, step: int) -> Catalog | None:
-        """Read the catalog of a step from this node's memory or the store; None if neither has the step."""
+        """Read the catalog of a step from this node's memory or the store; None if neither has the step.
+
+        Raises
+        ------
+        CorruptError
+            The catalog is damaged, or the folder is a copy of another step's folder.
+        """
         step = checked_step(step)
         in_memory = {} if self._memory is None else self._memory.catalogs(step)
         if step in in_memory:
             return in_memory[step]
         try:
             with open_source(self.path(step), timeout_s=self._stored.timeout_s) as source:
+                self._stored.refuse_copy(step, self.path(step), source.catalog)
                 return source.catalog
         except CheckpointNotFound:
             return None
@@ -74,8 +81,9 @@ class RunSteps:
         return 0 if self._memory is None else self._memory.num_skipped
 
     def latest(self) -> int | None:
-        """Return the newest of `steps`; None if there is no step."""
-        return max(self.steps(), default=None)
+        """Return the newest of `steps`, without folders that are copies of other steps; None if there is no step."""
+        newest = max([self._stored.newest(), *([] if self._memory is None else self._memory.steps())])
+        return newest if newest >= 0 else None
 
     def best(self) -> int | None:
         """Return the step with the best metric; None if no step has a metric."""

@@ -21,11 +21,11 @@ from ..comm.peers import machine_id
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport, duration_s
 from ..engine.common.run_lineage import RunLineage
-from ..engine.common.step_folders import StepNames, find_steps
+from ..engine.common.step_folders import StepNames
 from ..engine.saving.handle import RunningSave, SaveHandle
 from ..engine.saving.options import SaveJob, SaveOptions
 from ..errors import StorageError, UsageError
-from ..storage import Storage, open_below, open_storage
+from ..storage import open_storage
 from .background import Persisting, PersistRule
 from .generations import Generation, NodeImages, drop_generations, find_generations
 from .lineage_copy import drop_copy, keep_copy, read_copy
@@ -76,6 +76,8 @@ class MemoryRun:
         Asked on rank 0 with a step and its metric: whether the run's rule keeps it, so that it goes to the store at once.
     on_stored
         Called on every rank with a step once its generation is in the store.
+    newest_stored
+        Asked on rank 0 for the newest step in the store that counts; −1 if there is none.
     grace_s
         As ``grace=`` of a `Manager`, in seconds.
     """
@@ -84,22 +86,23 @@ class MemoryRun:
         self,
         options: Memory,
         root: str,
-        storage: Storage,
         names: StepNames,
         comm: Comm,
         lineage: RunLineage,
         persist_every: int | str,
         keeps: Callable[[int, float | None], bool],
         on_stored: Callable[[int], None],
+        newest_stored: Callable[[], int],
         *,
         grace_s: float,
         process_group: Any,
         timeout_s: float,
     ) -> None:
-        self.options, self._root, self._storage, self._names = options, root, storage, names
+        self.options, self._root, self._names = options, root, names
         self._session: dict[str, Any] = {"process_group": process_group, "timeout_s": timeout_s}
         self._timeout_s, self._grace_s, self._rank = timeout_s, grace_s, comm.rank
-        self._rule, self._keeps, self._on_stored = PersistRule(persist_every), keeps, on_stored
+        self._rule, self._keeps = PersistRule(persist_every), keeps
+        self._on_stored, self._newest_stored = on_stored, newest_stored
         topology = find_topology(comm, node_id(options.folder), machine_id(), options.copies)
         if comm.rank == 0 and len(topology.ids) <= options.copies:
             warnings.warn(
@@ -406,14 +409,6 @@ class MemoryRun:
             warnings.warn(f"passed over, as it cannot be written to the store: {passed_over.line}", stacklevel=4)
         if found.generation is not None:
             self.persist_found(found.generation).wait(None)
-
-    def _newest_stored(self) -> int:
-        """Return the newest step in the store that counts in the run's lineage; 0 if there is none."""
-        for step, folder in reversed(find_steps(self._storage, self._names)[0].items()):
-            with open_below(self._storage, folder) as storage:
-                if not self._lineage.is_superseded(stored_save_id(storage)):
-                    return step
-        return 0
 
 
 def _refuse_options(options: SaveOptions) -> None:

@@ -180,6 +180,10 @@ def test_a_copy_under_the_number_of_another_step_is_passed_over(tmp_path: Path):
         for call in (manager.load, manager.read):
             with pytest.raises(CorruptError, match=r"step_60: saved as step_3"):
                 call(60, {"w": torch.zeros(1000)})
+        for look in (manager.catalog, manager.metadata):
+            with pytest.raises(CorruptError, match=r"step_60: saved as step_3"):
+                look(60)
+        assert manager.latest() == 5
         manager.save(7, state(7))
         assert manager.steps() == [3, 5, 7, 60]  # the run went back from the copy to 5, which does not supersede step 3
         assert manager.best() == 3
@@ -202,6 +206,17 @@ def test_a_copy_under_the_number_of_another_step_is_passed_over(tmp_path: Path):
     stored.write_bytes(encode_catalog(replace(decode_catalog(stored.read_bytes()), folder="step_" + "9" * 5000)))
     with Manager(root) as manager:
         assert manager.load_latest(empty()).step == 60  # no step has a number of so many digits
+
+
+def test_recovery_and_the_advice_of_errors_pass_over_a_copy(tmp_path: Path):
+    with Manager(tmp_path) as manager:
+        for step in (3, 5):
+            manager.save(step, state(step))
+        shutil.copytree(tmp_path / "step_3", tmp_path / "step_60")
+        assert manager._restoring.newest() == 5
+        assert [manager._restoring.has(step) for step in (3, 5, 60)] == [True, True, False]
+        with pytest.raises(CheckpointNotFound, match=r"load the newest as '.*step_5'"):
+            checkpoint.load(tmp_path, empty())
 
 
 def test_the_last_good_one_stays_where_the_newer_are_damaged(root: str):

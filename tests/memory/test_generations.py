@@ -267,6 +267,19 @@ def test_a_clean_close_drops_the_memory_where_that_is_wanted(tmp_path: Path, shm
             manager.load(1_000, state(0))
 
 
+def test_a_clean_close_stores_a_generation_that_is_older_than_a_copy_in_the_store(tmp_path: Path, shm: Path):
+    memory = Memory(copies=0, folder=str(shm), drop_on_clean_exit=True)
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    manager.save(3, state(3))
+    manager.async_save(5, state(5)).result()
+    killed(manager)
+    shutil.copytree(tmp_path / "step_3", tmp_path / "step_60")
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        assert manager.latest() == 5
+    with Manager(tmp_path, memory=memory) as manager, pytest.warns(UserWarning, match="saved as step_3"):
+        assert loaded(manager) == (5, "store")
+
+
 def test_a_store_that_refuses_keeps_the_memory(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
     def refused(*_: Any, **options: Any) -> None:
         raise CorruptError("no")

@@ -141,20 +141,18 @@ def describe_run(root: Storage) -> str | None:
 
 
 def _newest_current(root: Storage, committed: Mapping[int, str]) -> int:
-    """Return the newest committed step that is not superseded in the run's lineage.
+    """Return the newest committed step that is neither superseded in the run's lineage nor a copy of another step.
 
-    Return the newest of all steps if each of them is superseded, or if the lineage or a catalog cannot be read.
+    Return the newest of all steps if there is no such step, or if the lineage or a catalog cannot be read.
     """
     newest = max(committed)
     with suppress(CheckpointError):
-        lineage = LINEAGE.read(root)
+        lineage, names = LINEAGE.read(root), names_at(root)
         superseded = lineage.superseded if lineage else ()
-        counted = (
-            step
-            for step, folder in reversed(list(committed.items()))
-            if not superseded or _catalog(root, folder).lineage_id not in superseded
-        )
-        return next(counted, newest)
+        for step, folder in reversed(list(committed.items())):
+            catalog = _catalog(root, folder)
+            if catalog.lineage_id not in superseded and not names.is_copy(step, catalog.folder):
+                return step
     return newest
 
 
