@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..core.catalog.model import Catalog
 from ..engine.loading.scales import ENTRIES
@@ -20,8 +21,21 @@ INDEX = ".index.json"
 MAX_INDEX_BYTES = 256 << 20
 """The largest index file in bytes that is read; it lists over a million tensors."""
 
-WeightFiles = Mapping[str, frozenset[str] | None]
-"""Maps the key of each weight file to the names of the tensors to read from it; None stands for all of its tensors."""
+
+class WeightFiles(NamedTuple):
+    """The weight files of a model.
+
+    Attributes
+    ----------
+    names
+        Maps the key of each file to the names of the tensors to read from it; None stands for all of its tensors.
+    metadata
+        The texts in the metadata of the index. huggingface_hub maps the other names of tied tensors there to their names.
+    """
+
+    names: Mapping[str, frozenset[str] | None]
+    metadata: Mapping[str, str] = MappingProxyType({})
+
 
 SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of small files beside a model that a conversion copies along: its config and its tokenizer."""
@@ -59,7 +73,7 @@ def weight_files(storage: Storage, suffix: str, *, main: str, others: bool = Tru
     if indices:
         index = main + INDEX if main + INDEX in indices else indices[0]
         found = read_index(storage, index)
-        if main in keys and main not in found:  # transformers would load that file, and pass over the index
+        if main in keys and main not in found.names:  # transformers would load that file, and pass over the index
             raise UsageError(
                 f"{storage.url}: has {main} and {index}, which does not name it; keep those of one model in the folder"
             )
@@ -68,7 +82,7 @@ def weight_files(storage: Storage, suffix: str, *, main: str, others: bool = Tru
     if not others:
         files = [main] if main in files else [key for key in files if _PART.fullmatch(key.removesuffix(suffix))] or files
     _check_parts(storage, files, suffix)
-    return dict.fromkeys(files) if files else None
+    return WeightFiles(dict.fromkeys(files)) if files else None
 
 
 def is_shard(key: str) -> bool:
@@ -126,7 +140,9 @@ def read_index(storage: Storage, key: str) -> WeightFiles:
         by_file.setdefault(file, set()).add(name)
     for file in by_file:
         key_parts(file)  # raises if a hostile index names a file outside of its folder
-    return {file: frozenset(by_file[file]) for file in sorted(by_file)}
+    metadata = index.get("metadata")
+    texts = {name: text for name, text in metadata.items() if isinstance(text, str)} if isinstance(metadata, dict) else {}
+    return WeightFiles({file: frozenset(by_file[file]) for file in sorted(by_file)}, texts)
 
 
 def copy_side_files(

@@ -56,7 +56,7 @@ def open_safetensors(storage: Storage, key: str | None) -> Source | None:
     if key is None:
         weights = weight_files(storage, SUFFIX, main=f"model{SUFFIX}")
     else:
-        weights = {key: None} if key.endswith(SUFFIX) else None
+        weights = WeightFiles({key: None}) if key.endswith(SUFFIX) else None
     return None if weights is None else Source(storage, _catalog(storage, weights), "safetensors")
 
 
@@ -65,7 +65,7 @@ def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
     builder = CatalogBuilder("safetensors", storage.url)
     sharded: dict[str, list[tuple[Member, Part]]] = {}
     metadata = {}
-    for key, names in weights.items():
+    for key, names in weights.names.items():
         size, header = read_header(storage, key)
         where = f"{storage.url}: {key}"
         file = builder.file(key, size)
@@ -79,6 +79,12 @@ def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
     for name, parts in sharded.items():
         with builder.reading(f"{ROOT}.{name}"):
             _join_parts(builder, storage, name, parts)
+    # save_model of safetensors stores tied tensors once, and lists their other names in the metadata; huggingface_hub in those of
+    # the index, if there are several files.
+    stored = builder.tensors.keys()
+    for name, source in {**weights.metadata, **metadata}.items():
+        if f"{ROOT}.{source}" in stored and f"{ROOT}.{name}" not in stored and name != "format":
+            builder.alias(f"{ROOT}.{name}", f"{ROOT}.{source}")
     return builder.finish(metadata or None)
 
 
@@ -132,15 +138,9 @@ def _listed_members(header: Header, names: frozenset[str] | None, where: str) ->
 
 
 def _add_tensors(builder: CatalogBuilder, header: Header, file: int, names: frozenset[str] | None, where: str) -> None:
-    here = set()
     for member, offset in _listed_members(header, names, where):
-        here.add(member.name)
         builder.tensor(f"{ROOT}.{member.name}", member.dtype, member.shape)
         builder.piece(f"{ROOT}.{member.name}", file=file, offset=offset)
-    # safetensors' own save_model stores tied tensors once, and lists their other names in the metadata.
-    for name, source in header.metadata.items():
-        if source in here and name not in here and name != "format":
-            builder.alias(f"{ROOT}.{name}", f"{ROOT}.{source}")
 
 
 def read_header(storage: Storage, key: str) -> tuple[int, Header]:

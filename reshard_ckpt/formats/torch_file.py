@@ -48,7 +48,7 @@ def open_torch(storage: Storage, key: str | None) -> Source | None:
     if key is not None:
         return _open_file(storage, key) if _is_torch_file(storage, key) else None
     weights = weight_files(storage, ".bin", main=_MAIN, others=False)
-    if weights is None or not all(_is_torch_file(storage, key) for key in weights):
+    if weights is None or not all(_is_torch_file(storage, key) for key in weights.names):
         return None
     return _open_flat(storage, weights)
 
@@ -78,7 +78,7 @@ def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
     """Open files that hold one flat state dict together, such as a ``pytorch_model.bin`` in parts."""
     mapped: dict[str, MappedFile] = {}
     merged: dict[str, Any] = {}
-    for key, names in weights.items():
+    for key, names in weights.names.items():
         loaded, mapped[key] = _load(storage, key)
         if not isinstance(loaded, Mapping):
             raise CorruptError(f"{storage.url}: {key} holds {type_in_words(loaded)}, no state dict; use another copy")

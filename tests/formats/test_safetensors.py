@@ -176,6 +176,29 @@ def test_tied_weights_may_be_stored_under_one_name(tmp_path: Path, kept: str):
     assert model.head.weight is model.embed.weight
 
 
+@pytest.mark.parametrize("max_shard_size", ["1KB", "5GB"], ids=["index", "one file"])
+def test_tied_names_of_huggingface_hub_load_into_untied_weights(tmp_path: Path, max_shard_size: str):
+    model = Tied()
+    values = torch.arange(24.0).reshape(6, 4)
+    tensors = {"embed.weight": values, "head.weight": values, "other": torch.arange(1000.0)}
+    pytest.importorskip("huggingface_hub").save_torch_state_dict(tensors, tmp_path, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "1KB")
+    model.head.weight = torch.nn.Parameter(torch.zeros(6, 4))
+    model.other = torch.nn.Parameter(torch.zeros(1000))
+    report = checkpoint.load(tmp_path, {"model": model})
+    assert report.problems == ()
+    assert torch.equal(model.embed.weight, values)
+    assert torch.equal(model.head.weight, values)
+    assert [line.alias_of is not None for line in checkpoint.inspect(tmp_path).lines].count(True) == 1
+
+
+def test_a_tied_name_in_the_metadata_yields_to_a_tensor_of_that_name_in_another_file(tmp_path: Path):
+    a, b = torch.arange(4.0), torch.arange(4.0, 8.0)
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(plain_file({"a": a}, metadata={"b": "a"}))
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(plain_file({"b": b}))
+    assert torch.equal(checkpoint.read(tmp_path)["model.b"], b)
+
+
 def test_untied_weights_must_both_be_there(tmp_path: Path):
     save_file({"embed.weight": torch.ones(6, 4)}, tmp_path / "model.safetensors")
     model = Tied()
