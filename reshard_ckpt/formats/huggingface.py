@@ -14,6 +14,7 @@ from ..errors import CorruptError, UsageError
 from ..format.columns import TORCH_NAMES
 from ..format.shard_file import unique
 from ..storage import Storage
+from ..storage.posix import broken_link
 from ..storage.protocol import key_parts, read_parts
 
 CONFIG = "config.json"
@@ -66,6 +67,8 @@ def weight_files(storage: Storage, suffix: str, *, main: str, others: bool = Tru
         Whether to list files of all names if there is no index. If False, list only `main`, or else only numbered parts, or
         else all: a trainer leaves other things in files of this ending.
     """
+    if others and (link := broken_link(storage.url, suffix)):
+        raise CorruptError(link)
     keys = top_level(storage)
     indices = [key for key in keys if key.endswith(suffix + INDEX)]
     if len(indices) > 1 and main + INDEX not in indices:

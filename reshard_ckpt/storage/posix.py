@@ -138,6 +138,20 @@ def stamp_of(status: os.stat_result) -> object:
     return status.st_mtime_ns, status.st_size
 
 
+def broken_link(path: str, suffix: str = "") -> str | None:
+    """Describe, for a message, a symbolic link whose target is missing: the path itself, or a file in it that ends in `suffix`.
+
+    Return None if there is none. Caches of downloads hold such links once their files were removed.
+    """
+    places = [path]
+    with suppress(OSError):  # not a folder
+        places += sorted(os.path.join(path, name) for name in os.listdir(path) if name.endswith(suffix))
+    link = next((place for place in places if os.path.islink(place) and not os.path.exists(place)), None)
+    if link is None:
+        return None
+    return f"{link} is a link to {os.path.realpath(link)}, which is missing; download or copy it again, or remove the link"
+
+
 def open_to_read(path: str) -> int:
     """Open a regular file to read, and return its descriptor. Anything else, such as a pipe, counts as missing.
 

@@ -21,6 +21,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import CODES
 from reshard_ckpt.engine.loading.load import LoadOptions, fetch, resolve
 from reshard_ckpt.errors import (
+    CheckpointError,
     CheckpointNotFound,
     CorruptError,
     MismatchError,
@@ -197,6 +198,26 @@ def test_a_tied_name_in_the_metadata_yields_to_a_tensor_of_that_name_in_another_
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(plain_file({"a": a}, metadata={"b": "a"}))
     (tmp_path / "model-00002-of-00002.safetensors").write_bytes(plain_file({"b": b}))
     assert torch.equal(checkpoint.read(tmp_path)["model.b"], b)
+
+
+@pytest.mark.parametrize("names", [["model.safetensors"], ["a.safetensors", "b.safetensors"]], ids=["all", "one of two"])
+@pytest.mark.parametrize("index", [True, False])
+def test_a_link_of_a_snapshot_whose_blob_is_gone_is_named(tmp_path: Path, names: list[str], index: bool):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    for i, name in enumerate(names):
+        save_file({f"w{i}": torch.arange(3.0) + i}, blobs / f"blob{i}")
+        (snapshot / name).symlink_to(f"../../blobs/blob{i}")
+    (snapshot / "config.json").write_text("{}")
+    if index:
+        written = json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(names)}})
+        (snapshot / "model.safetensors.index.json").write_text(written)
+    (blobs / f"blob{len(names) - 1}").unlink()
+    last = snapshot / names[-1]
+    for path in (snapshot, last):
+        with pytest.raises(CheckpointError, match=rf"{last} is a link to {blobs}/blob\d, which is missing; download or copy"):
+            checkpoint.read(path)
 
 
 def test_untied_weights_must_both_be_there(tmp_path: Path):

@@ -26,6 +26,7 @@ from ...errors import CheckpointNotFound, CorruptError, StorageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.files import CATALOG_KEY, SAVE_ID, Digests, decode_digests, digest128, digests_file_bytes
 from ...storage import open_storage, resolved_path
+from ...storage.posix import broken_link
 from ...storage.protocol import DISK, Hints, MissingKey, Storage, map_at_once
 from .reader_notes import REMOVED_KEY
 from .step_folders import describe_run, find_steps, name_steps
@@ -123,6 +124,8 @@ def _what_is_there(storage: Storage) -> str:
     # A run is looked for first, as listing all files of a run may take long.
     if (run := describe_run(storage)) is not None:
         return run
+    if link := broken_link(storage.url):
+        return link
     keys = [key for key, _ in storage.list()]
     if checkpoints := sorted({key.removesuffix(f"/{CATALOG_KEY}") for key in keys if key.endswith(f"/{CATALOG_KEY}")}):
         return f"it holds the checkpoints {few(checkpoints)}; pass one of them"
