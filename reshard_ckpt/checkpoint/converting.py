@@ -302,15 +302,17 @@ def convert(
     )
 
 
-def export(src: str, dst: str, *, root: str, write_beside: Callable[[Catalog, Storage], None]) -> None:
+def export(src: str, dst: str, *, root: str, write_beside: Callable[[Catalog, Storage], None], timeout_s: float) -> None:
     """Write the tensors below `root` as a folder for Hugging Face's libraries, as `convert` does.
 
     Parameters
     ----------
     write_beside
         Writes other files into the folder, such as a tokenizer. Called with the catalog and the store of the export.
+    timeout_s
+        As for `open_source`.
     """
-    with open_source(src) as source:
+    with open_source(src, timeout_s=timeout_s) as source:
         conversion = _select(SoloComm(), source, "safetensors", root)
         folder = new_folder(dst, [real_path(src)], conversion.held, overwrite=not is_object_path(dst))
         beside = partial(write_beside, conversion.catalog)

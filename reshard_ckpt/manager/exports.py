@@ -40,15 +40,18 @@ class Exports:
         The format of the exports.
     root
         The root of the run.
+    timeout_s
+        As for `open_storage`.
     """
 
-    def __init__(self, also: str, root: str) -> None:
+    def __init__(self, also: str, root: str, timeout_s: float) -> None:
         if also != EXPORT:
             raise UsageError(f"also={also!r}: there is {EXPORT!r}, an export for Hugging Face's libraries; pass that, or None")
         if root.startswith("memory://"):
             raise UsageError(
                 f"also={also!r}: exports are files or objects, and {root} is memory; pass a folder, or an s3:// path"
             )
+        self._timeout_s = timeout_s
         self._key, self._documents = MODEL, dict[str, Callable[[Catalog], str]]()
         self._queue = ThreadPoolExecutor(1, "reshard_ckpt export")
 
@@ -75,7 +78,11 @@ class Exports:
 
     def begin(self, path: str, done: Callable[[], None]) -> None:
         """Queue the export of a committed step. `done` is called in the background once it is over, whether or not it failed."""
-        key, documents = self._key, self._documents  # those of this step: the next one may have others
+        timeout_s, key, documents = (
+            self._timeout_s,
+            self._key,
+            self._documents,
+        )  # those of this step: the next one may have others
 
         def write_beside(catalog: Catalog, storage: Storage) -> None:
             # The note comes first: in a store of objects, it marks the files of a killed export.
@@ -84,11 +91,11 @@ class Exports:
                 write_file(storage, name, text(catalog).encode())
 
         def export_step() -> None:
-            before = _save_id(path)
+            before = _save_id(path, timeout_s)
             try:
-                export(path, f"{path}/{EXPORT}", root=key, write_beside=write_beside)
+                export(path, f"{path}/{EXPORT}", root=key, write_beside=write_beside, timeout_s=timeout_s)
             except Exception as error:
-                now = _save_id(path)
+                now = _save_id(path, timeout_s)
                 if now is not None and (now == before or "" in (now, before)):  # else pruned or saved anew meanwhile
                     warnings.warn(
                         f"{path}: saved, but not exported to {EXPORT}: {type(error).__name__}: {error}; to export it, run "
@@ -139,10 +146,10 @@ def _config(config: Any, name: str | None, catalog: Catalog) -> str:
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
-def _save_id(path: str) -> str | None:
+def _save_id(path: str, timeout_s: float) -> str | None:
     """Return the id of the save whose catalog is at a path; None without a catalog, ``""`` if it cannot be read."""
     try:
-        with open_storage(path) as storage:
+        with open_storage(path, timeout_s=timeout_s) as storage:
             return open_catalog(storage).lineage_id
     except CheckpointNotFound:
         return None

@@ -148,7 +148,7 @@ class Manager(RunSteps):
         self._root = checked_root(root)  # once: the process may change its working folder
         check_memory_options(memory, self._root, persist_every=persist_every, read_only=read_only)
         self._full_every = checked_full_every(full_every, memory) if incremental else 0
-        self._exports = None if also is None else Exports(also, self._root)
+        self._exports = None if also is None else Exports(also, self._root, timeout_s)
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._grace_s = keep_s
         self._read_only = read_only

@@ -20,6 +20,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, converting
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.format.files import exported_saves
+from reshard_ckpt.manager import exports
 from tests.reliability.faults import fails, faulty
 
 THREAD = "reshard_ckpt export_0"
@@ -87,6 +88,16 @@ def test_the_model_may_be_wrapped_and_have_another_key(tmp_path: Path):
     assert is_model(exported(tmp_path, 1), 3.0)
     assert json.loads((tmp_path / "step_1/safetensors/config.json").read_text())["architectures"] == ["Small"]
     assert is_model(exported(tmp_path, 2), 4.0)
+
+
+def test_an_export_waits_for_the_store_as_long_as_its_manager(tmp_path: Path):
+    with (
+        mock.patch.object(exports, "open_storage", wraps=exports.open_storage) as opened,
+        mock.patch.object(converting, "open_source", wraps=converting.open_source) as read,
+        Manager(tmp_path, also="safetensors", timeout_s=7.0) as manager,
+    ):
+        manager.save(1, state(1))
+    assert [call.kwargs["timeout_s"] for call in (*opened.mock_calls, *read.mock_calls)] == [7.0, 7.0]
 
 
 def test_exports_go_with_their_steps(tmp_path: Path):
