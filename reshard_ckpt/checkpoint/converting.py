@@ -166,7 +166,7 @@ def convert(
     src: Path,
     dst: Path,
     *,
-    to: str = "safetensors",
+    to: str | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     optimizer: str | None = None,
     unstack: bool = False,
@@ -194,7 +194,8 @@ def convert(
     to
         ``"safetensors"``: a folder that Hugging Face's libraries load. ``"torch"``: one file that
         ``torch.load(weights_only=True)`` reads. ``"dcp"``: a folder for ``torch.distributed.checkpoint``. ``"megatron"``: the
-        folder of one iteration for Megatron-Core. ``"reshard"``: this library's own format.
+        folder of one iteration for Megatron-Core. ``"reshard"``: this library's own format. By default ``"torch"`` if `dst` ends
+        in ``.pt`` or ``.pth``, else ``"safetensors"``.
     max_shard_size
         The size of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
     optimizer
@@ -245,6 +246,7 @@ def convert(
         The disk refused.
     """
     writers = {written.name: written for written in known_formats() if written.write is not None}
+    to = _format_of(path_text(dst)) if to is None else to
     check_choice("to", to, (*WRITTEN_HERE, *writers))
     max_bytes, writer = parse_size(max_shard_size), None if to in WRITTEN_HERE else writers[to]
     forms = writer.forms if writer is not None else {form: {} for form in OPTIMIZER_FORMS if to == "dcp"}
@@ -300,6 +302,17 @@ def convert(
         bytes_kept=bytes_kept,
         left_out=conversion.left_out,
     )
+
+
+def _format_of(dst: str) -> str:
+    """Return the format for a result, by the ending of its path."""
+    suffix = os.path.splitext(dst)[1]
+    if suffix == ".safetensors":
+        raise UsageError(
+            f"{dst}: a conversion to safetensors writes a folder, with model.safetensors in it; pass the folder's name, such as "
+            f"{dst.removesuffix(suffix)}, or to='safetensors' too for a folder of this name"
+        )
+    return "torch" if suffix in (".pt", ".pth") else "safetensors"
 
 
 def export(src: str, dst: str, *, root: str, write_beside: Callable[[Catalog, Storage], None], timeout_s: float) -> None:

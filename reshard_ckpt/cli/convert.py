@@ -12,10 +12,15 @@ from .app import command, print_json, print_note, print_text, together
 from .formatting import plural
 from .options import AsJson, Cast, Exclude, Rename, Select, Src, TimeoutS, parse_pairs, refuse_memory
 
-Dst = Annotated[str, typer.Argument(metavar="DST", help="Where to write: a folder, or for --to torch a file.")]
+Dst = Annotated[str, typer.Argument(metavar="DST", help="Where to write: a folder, or for torch a file.")]
 To = Annotated[
-    str,
-    typer.Option("--to", metavar="FORMAT", help="safetensors (as Hugging Face lays it out), torch, dcp, megatron or reshard."),
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        help="safetensors (as Hugging Face lays it out), torch, dcp, megatron or reshard. By default torch if DST ends in .pt or "
+        ".pth, else safetensors.",
+    ),
 ]
 Optimizer = Annotated[
     str | None,
@@ -37,13 +42,13 @@ Root = Annotated[
 
 @command(
     "reshard-ckpt convert ckpt/step_100 llama-hf --max-shard-size 5GB --cast 'model.*=bfloat16'",
-    "reshard-ckpt convert llama-hf llama.pt --to torch",
+    "reshard-ckpt convert llama-hf llama.pt",
     "torchrun --nproc-per-node=4 -m reshard_ckpt convert ckpt/step_100 llama-hf",
 )
 def convert(
     src: Src,
     dst: Dst,
-    to: To = "safetensors",
+    to: To = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a safetensors file.")] = "5GB",
     optimizer: Optimizer = None,
     unstack: Annotated[

@@ -39,6 +39,19 @@ def test_json_is_the_report(tmp_path: Path):
     assert run("inspect", tmp_path / "x.pt").code == 0
 
 
+def test_the_ending_of_the_result_chooses_its_format(tmp_path: Path):
+    save_trained(tmp_path / "n")
+    for name in ("x.pt", "x.pth"):
+        ran = run("convert", tmp_path / "n", tmp_path / name)
+        assert (ran.code, ran.out.partition(": ")[2].partition(",")[0]) == (0, "torch")
+        assert torch.equal(torch.load(tmp_path / name, weights_only=True)["model"]["emb"], weights()["model.emb"][0])
+    refused = run("convert", tmp_path / "n", tmp_path / "x.safetensors")
+    assert (refused.code, (tmp_path / "x.safetensors").exists()) == (2, False)
+    assert f"writes a folder, with model.safetensors in it; pass the folder's name, such as {tmp_path / 'x'}," in refused.err
+    for form, name in (("safetensors", "y.safetensors"), ("dcp", "y.pt")):  # what is asked for counts
+        assert run("convert", tmp_path / "n", tmp_path / name, "--to", form).out.partition(": ")[2].startswith(form)
+
+
 def test_what_is_there_stays_unless_told_otherwise(tmp_path: Path):
     save_trained(tmp_path / "n")
     assert run("convert", tmp_path / "n", tmp_path / "out").code == 0
