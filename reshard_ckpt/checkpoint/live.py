@@ -17,6 +17,9 @@ from .loading import Patterns
 CURES = ("allow_missing", "ignore", "cast", "strict")
 """Options of `load`, and of `reshard_live`, that let a call go on in spite of a mismatch. Errors advise them."""
 
+SIDES = ("src", "dst")
+"""The names of both states in messages, in place of those of a checkpoint and a state."""
+
 MEMORY_BYTES = 256 << 20
 
 
@@ -81,7 +84,7 @@ def reshard_live(
         Another rank failed or did not arrive; the message lists the tensors that had been overwritten, on any rank.
     """
     options = Options(
-        LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES),
+        LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES, sides=SIDES),
         rename,
         staged,
         memory_bytes,
@@ -133,7 +136,7 @@ class LiveReshard:
         memory_bytes: int = MEMORY_BYTES,
         timeout_s: float = 600.0,
     ) -> None:
-        load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES)
+        load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES, sides=SIDES)
         options = Options(load, rename, staged, memory_bytes, replicas, delta)
         self._turn = partial(_turn, process_group, timeout_s, replicas, delta=delta)
         with public_call(), self._turn().opened() as comm:

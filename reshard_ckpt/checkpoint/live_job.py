@@ -22,6 +22,7 @@ import numpy as np
 from ..comm import CHANGED, FAILED, Comm, Turn, interrupts_allowed, interrupts_held, merge_of_all
 from ..comm.exchange import HOST, Exchange, group_of, open_exchange
 from ..comm.peers import machine_id
+from ..core.planning.scales import find_scales
 from ..core.report import LoadReport, summarize
 from ..engine.common.progress import RankLog, size_text
 from ..engine.common.rounds import Buffers, Rounds, Traffic, named_error, settle
@@ -73,7 +74,10 @@ class Job:
         source = open_live(comm, held, states.skips_host(held), may_lack=self._options.load.may_lack)
         self._values.share(comm, captured.values, source.tables)
         opened = states.open(captured, source.catalog, self._values)
-        resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
+        load = self._options.load
+        if load.cast:  # as for `load`: a quantized tensor is not cast without its scale
+            load = replace(load, quantized=find_scales(source.catalog, None))
+        resolved = resolve(opened.saved, opened.target.tensors, load)
         verdict = self._vote(comm, opened, resolved)
         resolved = drop_refused(opened.saved, resolved, verdict.refused)
         # place: the index in dst of each wanted tensor. sources: for each that will be loaded, the catalog's tensor with its

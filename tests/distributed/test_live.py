@@ -418,7 +418,7 @@ def test_overlaps_and_states_that_do_not_fit_are_refused_by_name_on_all_ranks():
     refused(MismatchError, "tied to(?s:.*)no tensor was changed", two, {"a": memory[:12], "b": memory[:12]})
     assert not memory.any()
     more = {"a": torch.zeros(12), "c": torch.zeros(2)} if rank else {}
-    refused(MismatchError, "c: not in the checkpoint", {"a": part}, more)
+    refused(MismatchError, "c: not in src", {"a": part}, more)
     refused(LayoutError, r"no rank holds \[0:6\]", {"a": part} if rank else {}, {"a": torch.zeros(12)})
     refused(UsageError, "memory_bytes=1000", {"a": part}, {"a": torch.zeros(12)}, memory_bytes=1000)
     tied = torch.zeros(12)
@@ -510,10 +510,38 @@ def test_one_shot_reshards_use_the_plan_of_the_last_one_where_nothing_has_change
     move("another option on one rank", 128, 8, 2, rename={"no": "name"} if rank else None, replicas="trust")
     move("a value that may be missing", 128, 9, 2, {"new": 3}, allow_missing=["s.new"])
     move("it may be missing again", 128, 10, 2, {"new": 3}, plans=False, allow_missing=["s.new"])
-    with pytest.raises(MismatchError, match="s.new: not in the checkpoint"):
+    with pytest.raises(MismatchError, match="s.new: not in src"):
         move("too much", 128, 11, 2, {"new": 3} if rank else None)
     move("after an error", 128, 12, 2)
     move("after that", 128, 13, 2, plans=False)
+
+
+def test_a_quantized_tensor_is_cast_or_refused_as_in_a_load(tmp_path: Path):
+    quantized = torch.arange(4.0).to(torch.float8_e4m3fn)
+    for name, scale, refusal in (("alone", {}, None), ("scaled", {"w_scale_inv": torch.ones(1)}, "with the scale .*w_scale_inv")):
+        src = {"model": {"w": quantized, **scale}}
+        checkpoint.save(tmp_path / name, src)
+        for call in (checkpoint.load, checkpoint.reshard_live):
+            dst = {"model": {"w": torch.zeros(4), **{key: torch.zeros(1) for key in scale}}}
+            refused = pytest.raises(MismatchError, match=refusal) if refusal else nullcontext()
+            with refused:
+                call(tmp_path / name if call is checkpoint.load else src, dst, cast=True)
+            assert dst["model"]["w"].tolist() == ([0.0] * 4 if refusal else quantized.float().tolist())
+
+
+def test_errors_name_the_live_states():
+    src = {"model": {"w": torch.arange(3.0), "extra": torch.ones(2)}}
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.reshard_live(src, {"model": {"v": torch.zeros(3)}, "ema": {"w": torch.zeros(3)}})
+    said = str(caught.value)
+    assert "checkpoint" not in said
+    for line in (
+        "model.v: not in src",
+        "model.w: in src, but not in dst",
+        "src has nothing under 'ema'",
+        "where src may lack some",
+    ):
+        assert line in said
 
 
 def test_a_kept_reshard_runs_where_a_value_may_be_missing():
@@ -521,7 +549,7 @@ def test_a_kept_reshard_runs_where_a_value_may_be_missing():
     kept = checkpoint.LiveReshard(src, dst, allow_missing=["s.new"])
     for fill in (1.0, 2.0):
         src["s"]["w"].fill_(fill)
-        assert kept.run().kept == ("s.new: not in the checkpoint",)
+        assert kept.run().kept == ("s.new: not in src",)
         assert dst["s"]["w"].tolist() == [fill] * 4
         assert dst["s"]["new"] == 3
 

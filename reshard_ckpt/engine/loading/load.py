@@ -61,6 +61,8 @@ class LoadOptions:
     keep their value."""
     offered: Collection[str] = ALL_CURES
     """The options that an error may advise: options among `ALL_CURES` that the public function called by the user takes."""
+    sides: tuple[str, str] = ("the checkpoint", "the state passed")
+    """The names, in messages, of the source and of the state that is filled."""
     quantized: Quantized | None = None
     """The quantized tensors of the checkpoint, which a load with `cast` dequantizes; None without `cast`."""
 
