@@ -431,10 +431,12 @@ def _move_into_place(made: str, path: str) -> None:
 
     The old content is deleted, at the latest, with the folder that `made` lies in.
     """
-    _refuse_referred(path)  # again, because it may have taken hours to make the result
+    is_occupied = _is_occupied(path)
+    if is_occupied:
+        _refuse_referred(path)  # again, because it may have taken hours to make the result
     both_files = os.path.isfile(made) and not os.path.isdir(path)
     replaced = None
-    if not _is_occupied(path) or both_files:
+    if not is_occupied or both_files:
         os.rename(made, path)
     else:
         if not swap(made, path):

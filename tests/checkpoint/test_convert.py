@@ -483,6 +483,21 @@ def test_the_root_of_a_run_of_another_library_is_not_replaced_as_its_newest_chec
     assert checkpoint.diff(tmp_path / "run" / "global_step1", tmp_path / "run" / "global_step2").equal
 
 
+def test_a_damaged_checkpoint_beside_a_new_path_is_in_nobodys_way(tmp_path: Path):
+    tensors = save_some(tmp_path / "n")
+    save_some(tmp_path / "damaged")
+    catalog = tmp_path / "damaged" / "catalog.msgpack"
+    catalog.write_bytes(catalog.read_bytes()[:-9])
+    checkpoint.convert(tmp_path / "n", tmp_path / "hf")
+    checkpoint.convert(tmp_path / "n", tmp_path / "x.pt")
+    (tmp_path / "empty").mkdir()
+    checkpoint.convert(tmp_path / "n", tmp_path / "empty")
+    for path in ("hf", "x.pt", "empty"):
+        assert {*checkpoint.catalog(tmp_path / path).names} >= {f"model.{name}" for name in tensors}
+    with pytest.raises(CorruptError, match="hf: is not replaced, as a step beside it may refer to its files"):
+        checkpoint.convert(tmp_path / "n", tmp_path / "hf", overwrite=True)
+
+
 def test_a_checkpoint_with_others_in_its_folder_is_not_replaced(tmp_path: Path):
     save_some(tmp_path / "n")
     save_some(tmp_path / "run")
