@@ -10,10 +10,10 @@ from ..engine.common.files import read_catalog_bytes
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.resharding.compact import CompactReport
 from ..engine.resharding.compact import compact as compact_in_place
-from ..errors import StorageError, UsageError
+from ..errors import StorageError
 from ..format.catalog import decode_catalog
-from ..formats.source import NATIVE, Path, open_shared_source, reading
-from .reading import check_workers
+from ..formats.source import Path, open_shared_source, reading
+from .reading import check_workers, refuse_foreign
 
 
 def compact(
@@ -67,10 +67,7 @@ def compact(
         open_session("compact", str(path), process_group=process_group, timeout_s=timeout_s) as comm,
         open_shared_source(comm, path, timeout_s=timeout_s) as source,
     ):
-        if source.format != NATIVE:
-            raise UsageError(
-                f"{source.storage.url}: is a {source.format} checkpoint, which refers to no other; it needs no compact"
-            )
+        refuse_foreign(path, source, "compact is for this library's checkpoints, which may refer to others")
         # Again: a save may have replaced the catalog that `open_shared_source` locked.
         with reading(source.storage) if comm.rank == 0 else nullcontext():
             encoded = value_of_first(comm, lambda: read_catalog_bytes(source.storage))

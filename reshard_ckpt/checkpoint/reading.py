@@ -24,6 +24,7 @@ from ..format.dtypes import TORCH_DTYPES
 from ..format.files import timeline_key
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..formats.source import NATIVE, Path, Source, open_shared_source, open_source
+from ..storage import path_text
 from .selecting import match_names
 
 
@@ -86,15 +87,15 @@ def verify(
             report = reporter(progress if comm.rank == 0 else False)
             if not sha256:
                 return verify_all(source.storage, source.catalog, workers=workers, report=report, comm=comm)
-            return _verified_with_sha256(source, workers, report)
+            return _verified_with_sha256(path, source, workers, report)
     except CorruptError as error:  # the catalog is damaged; its message gives the next step
         return VerifyReport((str(error),), 0, 0)
 
 
-def _verified_with_sha256(source: Source, workers: int | None, report: OnProgress) -> VerifyReport:
+def _verified_with_sha256(path: Path, source: Source, workers: int | None, report: OnProgress) -> VerifyReport:
     storage, saved = source.storage, source.catalog
     if not source.sha256:  # some foreign formats list the SHA-256 of their files
-        _refuse_foreign(source)
+        refuse_foreign(path, source, MANIFEST)
     verified = verify_all(storage, saved, workers=workers, report=report)
     unlisted = [file for file in saved.files if file.key not in source.sha256] if source.sha256 else []
     lines = [f"{storage.url}: {file.key} is not listed with a SHA-256, though tensors lie in it" for file in unlisted]
@@ -137,7 +138,7 @@ def write_manifest(path: Path, *, workers: int | None = None, progress: bool | O
     """
     check_workers(workers)
     with open_source(path) as source:
-        _refuse_foreign(source)
+        refuse_foreign(path, source, MANIFEST)
         report = reporter(progress)
         verified = verify_all(source.storage, source.catalog, workers=workers, report=report)
         if not verified.ok:
@@ -153,10 +154,13 @@ def check_workers(workers: int | None) -> None:
         raise UsageError(f"workers={workers!r}: pass a number of threads, from 1 on")
 
 
-def _refuse_foreign(source: Source) -> None:
-    """Raise UsageError if a checkpoint is not in this library's own format."""
+MANIFEST = "a manifest is made of this library's checkpoints"
+
+
+def refuse_foreign(path: Path, source: Source, why: str) -> None:
+    """Raise UsageError, with the reason `why`, if a checkpoint is not in this library's own format."""
     if source.format != NATIVE:
-        raise UsageError(f"{source.storage.url}: a manifest is made of this library's checkpoints; this is a {source.format} one")
+        raise UsageError(f"{path_text(path)}: {why}; this is a {source.format} one")
 
 
 def timeline(path: Path) -> Timeline:
@@ -179,6 +183,10 @@ def timeline(path: Path) -> Timeline:
         The timeline or the catalog is damaged.
     """
     with open_source(path) as source:
+        if source.format != NATIVE:
+            raise CheckpointNotFound(
+                f"{path_text(path)}: has no timeline, as this is a {source.format} checkpoint; look at another"
+            )
         key, url = timeline_key(source.catalog.save_id), source.storage.url
         if source.storage.size(key) is None:
             raise CheckpointNotFound(f"{url}: has no {key}; save with timeline=True, or look at another checkpoint")

@@ -52,6 +52,21 @@ def test_foreign_file_is_inspected_drawn_and_equal_to_the_same_saved_here(foreig
         assert run("plot", foreign, *arguments).code == 0
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        (["compact"], 2, "compact is for this library's checkpoints, which may refer to others; this is a torch one"),
+        (["verify", "--sha256"], 2, "a manifest is made of this library's checkpoints; this is a torch one"),
+        (["plot", "--timeline", "-o", "t.json"], 1, "has no timeline, as this is a torch checkpoint; look at another"),
+    ],
+)
+def test_commands_for_own_checkpoints_name_the_file_of_another_library(command: list[str], code: int, said: str, tmp_path: Path):
+    torch.save({"model": {"w": torch.arange(3.0)}}, tmp_path / "x.pt")
+    ran = run(command[0], tmp_path / "x.pt", *command[1:])
+    assert ran.code == code
+    assert ran.err.endswith(f": {tmp_path / 'x.pt'}: {said}\n")
+
+
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 440449768\n"
 
 
