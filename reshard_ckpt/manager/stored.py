@@ -131,7 +131,7 @@ class StoredSteps:
         """List the committed steps in order. Steps that were superseded when the run went back to an older step are left out."""
         if self._read_only:  # the job may have saved a step anew, so the cached facts may be out of date
             self._lineage.refresh()
-            self._infos.clear()
+            self._forget_replaced()
         return [step for step in self.steps() if self._is_current(step)]
 
     def newest_except(self, passed: Iterable[int]) -> int:

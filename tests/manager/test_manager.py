@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptErro
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.format.files import CATALOG_KEY
 from reshard_ckpt.formats.source import reading
+from reshard_ckpt.manager import run_folder
 from reshard_ckpt.manager.retention import Retention
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.local import LocalStorage
@@ -206,6 +208,18 @@ def test_a_copy_under_the_number_of_another_step_is_passed_over(tmp_path: Path):
     stored.write_bytes(encode_catalog(replace(decode_catalog(stored.read_bytes()), folder="step_" + "9" * 5000)))
     with Manager(root) as manager:
         assert manager.load_latest(empty()).step == 60  # no step has a number of so many digits
+
+
+def test_a_reader_decodes_a_catalog_again_only_once_its_step_was_saved_anew(root: str):
+    with Manager(root) as job, Manager(root, read_only=True) as reader:
+        for step in (1, 2):
+            job.save(step, state(step))
+        with mock.patch.object(run_folder, "identified_catalog", wraps=run_folder.identified_catalog) as decoded:
+            assert [reader.latest() for _ in range(3)] == [2, 2, 2]
+            assert decoded.call_count == 1
+            job.save(2, state(3))
+            assert reader.latest() == 2
+            assert decoded.call_count == 2
 
 
 def test_recovery_and_the_advice_of_errors_pass_over_a_copy(tmp_path: Path):
