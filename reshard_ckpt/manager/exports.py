@@ -78,11 +78,7 @@ class Exports:
 
     def begin(self, path: str, done: Callable[[], None]) -> None:
         """Queue the export of a committed step. `done` is called in the background once it is over, whether or not it failed."""
-        timeout_s, key, documents = (
-            self._timeout_s,
-            self._key,
-            self._documents,
-        )  # those of this step: the next one may have others
+        key, documents = self._key, self._documents  # those of this step: the next one may have others
 
         def write_beside(catalog: Catalog, storage: Storage) -> None:
             # The note comes first: in a store of objects, it marks the files of a killed export.
@@ -91,11 +87,11 @@ class Exports:
                 write_file(storage, name, text(catalog).encode())
 
         def export_step() -> None:
-            before = _save_id(path, timeout_s)
+            before = _save_id(path, self._timeout_s)
             try:
-                export(path, f"{path}/{EXPORT}", root=key, write_beside=write_beside, timeout_s=timeout_s)
+                export(path, f"{path}/{EXPORT}", root=key, write_beside=write_beside, timeout_s=self._timeout_s)
             except Exception as error:
-                now = _save_id(path, timeout_s)
+                now = _save_id(path, self._timeout_s)
                 if now is not None and (now == before or "" in (now, before)):  # else pruned or saved anew meanwhile
                     warnings.warn(
                         f"{path}: saved, but not exported to {EXPORT}: {type(error).__name__}: {error}; to export it, run "
