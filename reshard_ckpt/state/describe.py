@@ -236,7 +236,8 @@ class Describer:
             except KeyError:
                 part = self._part(row, memory, layout)
             held, first = memory.untyped_storage().nbytes(), memory.storage_offset()
-            if part.extent and held < (first + part.extent) * memory.dtype.itemsize:
+            address = memory.data_ptr()
+            if part.extent and (not address or held < (first + part.extent) * memory.dtype.itemsize):
                 raise UnsupportedError(
                     f"{name}: its memory was freed, as FSDP frees gathered parameters; pass the module itself, or a tensor "
                     "that has memory"
@@ -247,7 +248,6 @@ class Describer:
                     continue
             else:
                 known_rows[name] = row
-                address = memory.data_ptr()
                 # By address alone: to hash all pieces of every tensor would take longer than all else here.
                 if address in at:
                     alias = self._first_at(row, at[address]) if part.pieces else None

@@ -216,6 +216,7 @@ def freed(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
         (freed(torch.ones(2), 0), r"x: its memory was freed"),
         (freed(torch.ones(2, 3), 23), r"x: its memory was freed"),
         (freed(torch.ones(4, 3).T[1:, ::2], 35), r"x: its memory was freed"),  # its last element is the 9th of 12
+        (torch._to_functional_tensor(torch.ones(2)), r"x: its memory was freed"),  # as in torch.func.functionalize
     ],
 )
 def test_tensors_without_plain_memory_are_refused_with_what_to_do(tensor, message):
