@@ -40,7 +40,7 @@ from .optimizers import OptimizersTarget
 from .parameters import OptimizerView, Owner, optimizer_parameters
 from .targets import Prefixes, Router, TreeTarget, ValueOrigin, ValueTarget
 from .tensors import find_memory, is_tensor_like
-from .walk import Tree, is_stateful, rows_of, state_of, steps, walk
+from .walk import Tree, is_stateful, match_extra_states, rows_of, state_of, steps, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +298,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     check_keys(map(keys_of, paths.values()))
     saved = {v.name: ValueOrigin(saved_path(keys_of(paths[v.name])), v.kind, paths[v.name]) for v in catalog.values_table}
     prefixes = Prefixes((*catalog.names, *saved))
+    walked += match_extra_states(walked, saved, lambda name: name in catalog or prefixes.include(name))
     group = RankSet(tuple(range(size)), rank)
     mesh = found_mesh(_meshes(walked), group, ddp_groups=ddp_groups)
     out = Describer(mesh)

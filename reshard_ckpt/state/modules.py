@@ -22,7 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from ..core.catalog.names import MODULE, WRAPPED
-from ..core.catalog.problems import no_place
+from ..core.catalog.problems import elsewhere, no_place
 from ..core.catalog.specs import Replication
 from ..core.report import few
 from ..core.trees import Path
@@ -53,7 +53,7 @@ class ModuleRows(NamedTuple):
     """
 
     rows: tuple[Entry, ...]
-    takers: Mapping[str, tuple[str, nn.Module | None]]
+    takers: dict[str, tuple[str, nn.Module | None]]
     is_own: bool
 
 
@@ -115,7 +115,7 @@ class ModuleState:
             if flat is not None:
                 value = flat.saved_form(at.owner, last, value)
             full, below = f"{name}.{fqn}", (*path, fqn)
-            if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
+            if is_tensor_like(value) and last != EXTRA_STATE:
                 is_own = is_own and (value is at.owner._parameters.get(last) or self._is_own(value))
                 if (at.under_ddp or at.under_fsdp) and not isinstance(value, nn.Parameter):
                     how = Replication.BUFFER  # each rank's own, such as the statistics of BatchNorm
@@ -127,7 +127,7 @@ class ModuleState:
                 for at_name, at_path, part in named_parts(value, full, below):
                     rows.append(Entry(at_name, at_path, Kind.TENSOR, part, name, replication=how))
             else:
-                takers[full] = key, at.owner if key.endswith(EXTRA_STATE) else None
+                takers[full] = key, at.owner if last == EXTRA_STATE else None
                 rows.append(Entry(full, below, Kind.VALUE, value, name))
         return ModuleRows(tuple(rows), takers, is_own)
 
@@ -254,11 +254,11 @@ class ModulesTarget:
         return True
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
-        # Only modules on this rank are judged: a value of another pipeline stage is for other ranks to judge.
+        # If this rank has no tensor of the module, it may lie in another pipeline stage, whose rank takes the value.
         return [
-            no_place(name, "module")
+            no_place(name, "module") if name.rpartition(".")[0] in self._here else elsewhere(name)
             for name, value in values.items()
-            if name not in self._wanted and not is_nothing(value) and name.rpartition(".")[0] in self._here
+            if name not in self._wanted and not is_nothing(value)
         ] + [
             f"{self.name}: a hook of its state_dict() gives tensors that are not its own, and FSDP1 takes no state dict of "
             "parts; remove the hook while you load"

@@ -292,7 +292,8 @@ class TreeTarget:
             return f"{name}: saved as a value, wanted as a tensor; pass a plain value under this key"
         if not self._adds:
             return None
-        if self._group.size > 1 and (self._is_elsewhere(saved.path) or self._lacks_optimizer_of(name)):
+        alone = self._group.size == 1
+        if self._lacks_module_of(name) or (not alone and (self._is_elsewhere(saved.path) or self._lacks_optimizer_of(name))):
             return elsewhere(name)
         if saved.kind == ValueKind.PARAM_GROUPS or not self._fits(saved.path):
             return no_place(name, "state")
@@ -303,15 +304,16 @@ class TreeTarget:
         self._added.append((saved, value))
         return None
 
+    def _lacks_module_of(self, name: str) -> bool:
+        """Tell whether a value is extra state of a module without a tensor in this tree, such as one of another stage."""
+        module, dot, _ = f"{name}.".partition(f".{EXTRA_STATE}.")
+        return bool(dot) and module.startswith(self.name) and not self._tensor_names.include(module)
+
     def _is_elsewhere(self, path: Path, *, with_dicts: bool = False) -> bool:
         """Tell whether a path leads through None or an empty list, which may stand for a stage or optimizer of other ranks.
 
-        With `with_dicts`, an empty dict may stand for one too. A dict without any tensor of the module that has an extra state
-        is that of another stage.
+        With `with_dicts`, an empty dict may stand for one too.
         """
-        module, dot, _ = f"{name_of(path)}.".partition(f".{EXTRA_STATE}.")
-        if dot and not self._tensor_names.include(module):
-            return True
         node = self._root
         for key in self._relative(path):
             if not isinstance(node, Mapping):

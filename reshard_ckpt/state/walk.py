@@ -14,7 +14,7 @@ The state is a tree of dicts and lists. A save and a load walk it in the same wa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
 from .describe import Index, Unwrapped
 from .entries import Entry, Kind
-from .modules import ModuleState
+from .modules import EXTRA_STATE, ModuleState
 from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of
 from .shards import PerRank, Shards, Value
 from .tensors import is_tensor_like, named_parts, plain_local
@@ -154,6 +154,43 @@ def by_number(row: Entry) -> list[Entry]:
     state = {key: entry for key, entry in tree["state"].items() if key not in beside}
     _add(rows, PlainDict(state=state, param_groups=tree["param_groups"]), row.path, (), steps)
     return rows
+
+
+def match_extra_states(trees: Sequence[Tree], saved: Container[str], is_apart: Callable[[str], bool]) -> list[Tree]:
+    """Change the rows of extra states of modules to the form in which the checkpoint has them. Return trees to add.
+
+    A save of a module has an extra state as one value. A save of its state dict has each tensor and value in it by name. If the
+    checkpoint has one value, the rows in a dict become one row. If it has names, the row of a module gets a tree of its own.
+
+    Parameters
+    ----------
+    saved
+        The names of values in the checkpoint.
+    is_apart
+        Tells whether the checkpoint has a tensor of a name, or anything below the name.
+    """
+    found: list[Tree] = []
+    for tree in trees:
+        if any(EXTRA_STATE in row.name for row in tree.rows):
+            tree.rows = list({row.name: row for row in [_joined(row, saved) for row in tree.rows]}.values())
+    for state in (state for row in rows_of(trees, Kind.MODULES) for state in row.value):
+        takers = state.opened.takers
+        for row in state.opened.rows:
+            owner = takers[row.name][1] if row.name in takers else None
+            if owner is not None and row.name not in saved and is_apart(row.name):
+                del takers[row.name]
+                found.append(Tree(row.path, row.value, [], owner.set_extra_state))
+                _add(found[-1].rows, row.value, row.path, (), steps)
+    return found
+
+
+def _joined(row: Entry, saved: Container[str]) -> Entry:
+    """Return one row for the whole extra state that a row is a part of, if it was saved as one value; else the row itself."""
+    above = (row.path[:i] for i, step in enumerate(row.path, 1) if str(step).endswith(EXTRA_STATE))
+    path = next((path for path in above if name_of(path) in saved), None)
+    if path is None or row.kind not in (Kind.TENSOR, Kind.VALUE):
+        return row
+    return Entry(name_of(path), path, Kind.VALUE, row.value)
 
 
 def _add(rows: list[Entry], value: Any, path: Path, above: tuple[int, ...], steps_of: StepsOf) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import Replication
+from reshard_ckpt.core.trees import map_tree
 from reshard_ckpt.errors import LayoutError, MismatchError, NameCollisionError, UnsupportedError, UsageError
+from reshard_ckpt.format.values import encode_value
 from reshard_ckpt.state import capture
 from tests.helpers import load, position_values, save
 
@@ -126,6 +130,65 @@ def test_missing_and_unexpected_extra_state_are_named():
         load(save([capture({"model": without})]), {"model": with_extra})
     with pytest.raises(MismatchError, match=r"model.0._extra_state: saved as a value, for which the module has no place"):
         load(save([capture({"model": with_extra})]), {"model": without})
+
+
+EXTRA = {
+    "dict": {"a": 1, "b": {"c": 2}},
+    "tensors": {"scale": torch.arange(3.0), "n": 1},
+    "tensor": torch.arange(4.0),
+    "list": [torch.arange(2), 3],
+    "bytes": b"12",
+}
+
+
+@pytest.mark.parametrize("kind", EXTRA)
+def test_extra_state_of_a_module_and_of_its_state_dict_load_into_each_other(tmp_path: Path, kind: str):
+    def model(scale: int) -> nn.Sequential:
+        extra = map_tree(lambda _, node: node * scale if isinstance(node, torch.Tensor | int) else node, EXTRA[kind])
+        layers = nn.Sequential(checkpoint_wrapper(Stateful(extra)))
+        nn.init.constant_(layers[0].weight, scale)
+        return layers
+
+    expected = encode_value(EXTRA[kind], "")
+    checkpoint.save(tmp_path / "module", {"model": model(1)})
+    checkpoint.save(tmp_path / "dict", {"model": model(1).state_dict()})
+    for folder in ("module", "dict"):
+        target, found = model(0), model(0).state_dict()
+        checkpoint.load(tmp_path / folder, {"model": target})
+        assert encode_value(target[0].extra, "") == expected
+        checkpoint.load(tmp_path / folder, {"model": found})
+        assert encode_value(found["0._extra_state"], "") == expected
+        assert target[0].weight.tolist() == found["0.weight"].tolist() == [[1.0] * 2] * 2
+
+
+def test_a_strict_load_names_extra_state_of_a_module_that_the_state_lacks(tmp_path: Path):
+    class Counter(nn.Module):
+        """A module without tensors."""
+
+        def get_extra_state(self) -> int:
+            return 7
+
+        def set_extra_state(self, state: int) -> None: ...
+
+    checkpoint.save(tmp_path, {"model": nn.ModuleDict({"layer": nn.Linear(2, 2), "counter": Counter()})})
+    lacking = nn.ModuleDict({"layer": nn.Linear(2, 2)})
+    for into in (lacking, lacking.state_dict()):
+        with pytest.raises(MismatchError, match=r"model.counter._extra_state: in the checkpoint, but every rank passes"):
+            checkpoint.load(tmp_path, {"model": into})
+        assert not checkpoint.load(tmp_path, {"model": into}, ignore=["model.counter._extra_state"]).values
+        assert checkpoint.load(tmp_path, {"model": into}, strict=False).values
+
+
+def test_a_tensor_whose_name_ends_like_extra_state_is_a_tensor(tmp_path: Path):
+    def model(value: float) -> nn.Module:
+        net = nn.Linear(2, 2)
+        net.register_buffer("my_extra_state", torch.full((3,), value))
+        return net
+
+    checkpoint.save(tmp_path, {"model": model(5.0)})
+    target = model(0.0)
+    checkpoint.load(tmp_path, {"model": target})
+    assert target.my_extra_state.tolist() == [5.0] * 3
 
 
 def test_tensors_that_a_hook_made_are_given_back_through_load_state_dict():
@@ -275,7 +338,7 @@ def test_extra_state_of_another_stage_is_for_that_stage_to_judge():
     whole = nn.ModuleDict({"0": Stateful(1), "1": Stateful(2)})
     saved = save([capture({"model": whole})])
     stage = nn.ModuleDict({"1": Stateful(0)})
-    load(saved, {"model": stage})
+    load(saved, {"model": stage}, rank=1, size=2)
     assert stage["1"].extra == 2
 
 
