@@ -171,16 +171,20 @@ def match_extra_states(trees: Sequence[Tree], saved: Container[str], is_apart: C
     """
     found: list[Tree] = []
     for tree in trees:
-        if any(EXTRA_STATE in row.name for row in tree.rows):
-            tree.rows = list({row.name: row for row in [_joined(row, saved) for row in tree.rows]}.values())
-    for state in (state for row in rows_of(trees, Kind.MODULES) for state in row.value):
-        takers = state.opened.takers
-        for row in state.opened.rows:
-            owner = takers[row.name][1] if row.name in takers else None
-            if owner is not None and row.name not in saved and is_apart(row.name):
-                del takers[row.name]
-                found.append(Tree(row.path, row.value, [], owner.set_extra_state))
-                _add(found[-1].rows, row.value, row.path, (), steps)
+        rows: list[Entry] = []
+        for row in tree.rows:
+            row = _joined(row, saved) if EXTRA_STATE in row.name else row
+            if row.kind is not Kind.VALUE or not rows or rows[-1].name != row.name:  # rows that were joined are adjacent
+                rows.append(row)
+            for state in row.value if row.kind is Kind.MODULES else ():
+                takers = state.opened.takers
+                for entry in state.opened.rows if takers else ():
+                    owner = takers[entry.name][1] if entry.name in takers else None
+                    if owner is not None and entry.name not in saved and is_apart(entry.name):
+                        del takers[entry.name]
+                        found.append(Tree(entry.path, entry.value, [], owner.set_extra_state))
+                        _add(found[-1].rows, entry.value, entry.path, (), steps)
+        tree.rows = rows
     return found
 
 
