@@ -103,8 +103,14 @@ def assert_clean(path: Path) -> None:
     assert found == wanted, found ^ wanted
 
 
-def assert_next_save_works(path: Path) -> None:
-    """Whatever was left there, the next save works, and cleans up."""
-    checkpoint.save(path, plain(NEXT))
-    assert held(path) == NEXT
+def contents(path: Path) -> dict[str, bytes | None]:
+    """Every file below a path with its bytes, and every folder."""
+    return {str(p.relative_to(path)): None if p.is_dir() else p.read_bytes() for p in path.rglob("*")}
+
+
+def assert_next_save_works(path: Path, number: int = NEXT) -> dict[str, bytes | None]:
+    """Whatever was left there, the next save works, and cleans up; return what is there then."""
+    checkpoint.save(path, plain(number))
+    assert held(path) == number
     assert_clean(path)
+    return contents(path)
