@@ -72,23 +72,22 @@ def main(path: str) -> None:
     train(model, optimizer, average, 3)
     checkpoint.save(path, {"model": model, "optimizer": optimizer, "ema": average})
 
-    for dp, tp in ((4, 1), (1, 4)):
-        torch.manual_seed(dp)
-        other = make_model(dp, tp)
-        its_optimizer, its_average = torch.optim.AdamW(other.parameters()), average_of(other)
-        checkpoint.load(path, {"model": other, "optimizer": its_optimizer, "ema": its_average})
-        for a, b in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(whole(a), whole(b))
-            for key in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(whole(optimizer.state[a][key]), whole(its_optimizer.state[b][key]))
-        assert all(torch.equal(whole(average[name]), whole(its_average[name])) for name in average)
-        train(other, its_optimizer, its_average, 1)  # compiled anew, for this layout
+    torch.manual_seed(1)
+    other = make_model(dp=1, tp=4)
+    its_optimizer, its_average = torch.optim.AdamW(other.parameters()), average_of(other)
+    checkpoint.load(path, {"model": other, "optimizer": its_optimizer, "ema": its_average})
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(a), whole(b))
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(whole(optimizer.state[a][key]), whole(its_optimizer.state[b][key]))
+    assert all(torch.equal(whole(average[name]), whole(its_average[name])) for name in average)
+    train(other, its_optimizer, its_average, 1)  # compiled anew, for this layout
 
     plain = nn.Sequential(Block(), Block())
     checkpoint.load(path, {"ema": plain})  # under the key of the average
     assert all(torch.equal(p, whole(a)) for p, a in zip(plain.parameters(), average.values(), strict=True))
     if dist.get_rank() == 0:
-        print(f"{path}: saved on dp 2 × tp 2, loaded on dp 4, on tp 4, and the average as a plain model, bit for bit")
+        print(f"{path}: saved on dp 2 × tp 2, loaded on tp 4, and the average as a plain model, bit for bit")
     dist.destroy_process_group()
 
 

@@ -42,15 +42,18 @@ def set_endpoint(patch: pytest.MonkeyPatch, endpoint: str) -> None:
     client_of.cache_clear()
 
 
-def make_bucket(endpoint: str) -> str:
-    """Make a bucket of a new name, and return its URL."""
+@lru_cache(maxsize=1)
+def _client(endpoint: str) -> Any:
     import boto3
 
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+    return boto3.client("s3", endpoint_url=endpoint, **keys)
+
+
+def make_bucket(endpoint: str) -> str:
+    """Make a bucket of a new name, and return its URL."""
     name = f"test-{uuid.uuid4().hex}"
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, aws_access_key_id="test", aws_secret_access_key="test", region_name="us-east-1"
-    )
-    client.create_bucket(Bucket=name)
+    _client(endpoint).create_bucket(Bucket=name)
     return f"s3://{name}"
 
 
