@@ -112,7 +112,7 @@ class _Problem(NamedTuple):
 
 
 class _Check:
-    """One run of `verify_all` on one rank: reads this rank's share of the files, and collects problems in any order."""
+    """Reads one rank's share of the files for `verify_all`, and collects the problems, in any order."""
 
     def __init__(self, storage: Storage, catalog: Catalog, share: Sequence[tuple[int, range]], tally: Tally) -> None:
         self.storage, self.catalog, self.share, self.tally = storage, catalog, share, tally

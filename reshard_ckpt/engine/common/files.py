@@ -99,10 +99,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Identified(Generic[T]):
-    """An opened value, such as a decoded catalog, with bytes that identify it.
-
-    They are equal on two ranks if both opened the same.
-    """
+    """An opened value, such as a decoded catalog. Its `identity` is equal on two ranks if both opened the same value."""
 
     value: T
     identity: bytes
@@ -154,7 +151,10 @@ def open_catalog(storage: Storage) -> Catalog:
 
 
 def identified_catalog(storage: Storage, found: Found | None = None) -> Identified[Catalog]:
-    """Decode the catalog in `found`, which its lender has checked, or read and check the store's; identify it by its digest."""
+    """Return the decoded catalog of a checkpoint, identified by the digest of its bytes.
+
+    Its bytes are those in `found`, which another rank has checked and lent, or else are read from the store and checked.
+    """
     data = read_catalog_bytes(storage) if found is None else found.data
     try:
         return Identified(decode_catalog(data, is_checked=found is not None), digest128(data), Found(storage.url, data))
@@ -165,10 +165,10 @@ def identified_catalog(storage: Storage, found: Found | None = None) -> Identifi
 def open_same(comm: Comm, where: str, read: Callable[[Found | None], Identified[T]], stack: ExitStack) -> T:
     """Open a checkpoint on every rank, and check that all opened the same one.
 
-    Collective: a broadcast of its identity, with which rank 0 lends the catalog to its own machine; then a broadcast among the
-    ranks of each other machine that has several. Rank 0 opens it first. If that fails, its error is raised on all ranks, and no
-    other rank reads. Raise `CheckpointNotFound` or `CorruptError` if `read` raised it, or this rank opened another checkpoint
-    than rank 0.
+    Collective: rank 0 broadcasts the checkpoint's identity, and with it lends the catalog to its own machine; then a broadcast
+    among the ranks of each other machine that has several. Rank 0 opens the checkpoint first. If that fails, its error is raised
+    on all ranks, and no other rank reads. Raise `CheckpointNotFound` or `CorruptError` if `read` raised it, or this rank opened
+    another checkpoint than rank 0.
 
     Parameters
     ----------

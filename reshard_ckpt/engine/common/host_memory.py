@@ -157,7 +157,7 @@ def pin(view: memoryview) -> bool:
 
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:
-    """Ask the kernel to back the memory of a contiguous host tensor by large pages; this helps only never written memory."""
+    """Ask the kernel to back the memory of a contiguous host tensor by large pages, which helps only before the first write."""
     low = -(-tensor.data_ptr() // ALIGN_BYTES) * ALIGN_BYTES
     size = (tensor.data_ptr() + tensor.nbytes) // ALIGN_BYTES * ALIGN_BYTES - low
     if size <= 0 or not hasattr(mmap, "MADV_HUGEPAGE"):

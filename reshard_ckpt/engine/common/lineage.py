@@ -1,8 +1,8 @@
 """The lineage of a run: a small file in its root that says which saves still count after the run went back to an older step.
 
 An *attempt* is a part of the run from one load to the next; it begins with the first save after the load. Saves of earlier
-attempts beyond the step that was loaded are superseded: in memory by the pair of attempt and step, in the store by the ids of the
-saves. So a save on a node that was away and comes back is judged like any other. A load alone changes nothing.
+attempts beyond the step that was loaded are superseded. A save in memory is known by its attempt and step, a save in the store by
+its id. So a save on a node that was away and comes back is judged like any other. A load alone changes nothing.
 
 The lineage is stored as a `Note`: a small file beside the checkpoints of a run, verified and bounded in size. A note is 8 bytes
 of magic, the XXH3-128 of the body, and the body: msgpack of the note's version and of its value. The digest is checked before the

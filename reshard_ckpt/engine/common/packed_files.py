@@ -1,4 +1,4 @@
-"""Shard files with packed rows (of 8 or 4 bits an element, `core.catalog.packed`), read and written by their plain contents.
+"""Shard files with packed rows (of 8 or 4 bits an element, `core.catalog.packed`), read and written as if they were not packed.
 
 The *plain* file is the file with its packed rows decoded, so with rounded elements at full size. Offsets in the catalog count its
 bytes.

@@ -238,8 +238,8 @@ def _renamed_value(
 def _renamed_path(value: ValueEntry, name: str) -> bytes:
     """Encode the path of a value under a new name.
 
-    The last steps of its path stay, with the types of their keys, as far as the new name ends like the old one. A name before
-    them is divided at its dots.
+    As far as the new name ends like the old one, the last steps of the path stay, with the types of their keys. The rest of the
+    new name is divided at its dots.
     """
     steps = decode_steps(value.path)
     keys = keys_of(steps)

@@ -3,9 +3,9 @@
 1. A `Traffic` says how many bytes go between this rank and each other one in a round, packs the bytes to send, and unpacks the
    received bytes. The bytes may come from live tensors, or from files that it reads and verifies.
 2. While one round travels, the next one is packed; while a round is unpacked, the next one travels.
-3. The part of a message for each rank begins with a flag: whether the sender has failed. So all ranks stop after the same round,
-   and no rank waits in a collective that another rank never enters. A message of flags alone comes first, once each rank has
-   allocated its memory, and another one last, once all bytes are in place.
+3. In a message, a *head* stands before the part for each rank. It says whether the sender has failed. So all ranks stop after the
+   same round, and no rank waits in a collective that another rank never enters. A message of heads alone comes first, once each
+   rank has allocated its memory, and another one last, once all bytes are in place.
 4. Ranks of one machine read each other's parts in shared memory, where they were packed. The process group carries only the heads
    of these parts, and the parts between machines.
 5. `settle` ends the exchange: if a rank failed, all ranks raise its error, with the names of the tensors overwritten on any rank.
@@ -344,9 +344,9 @@ def pack_columns(table: ColumnTable) -> bytes:
 
 
 def unpack_columns(kind: type[Table], data: bytes) -> Table:
-    """Decode a table that `pack_columns` encoded.
+    """Decode a table of the class `kind` that `pack_columns` encoded.
 
-    The last two fields of `kind`, offsets and lengths of boxes, get shape (rows, dims).
+    The last two fields of the class have a column for each dim of a box: they get shape (rows, dims).
     """
     table, num = unpack_table(data), len(fields(kind)) - 2
     return kind(*table[:, :num].T, *np.split(table[:, num:], 2, axis=1))

@@ -60,8 +60,8 @@ class RunLineage:
     def adopt(self, comm: Comm, copy: Lineage | None) -> None:
         """Take the newest copy of the lineage that a node has, if it is newer than the lineage in the store. Collective.
 
-        A root that has a manager's lock and no lineage was begun by a job that could not write its lineage: then a copy is that
-        job's. A root without the lock is new, and no copy is its own.
+        If a root has a manager's lock but no lineage, the job that began the run could not write its lineage: then the copies
+        are of this run. A root without the lock is new, so a copy on a node is of another run.
         """
         gathered = comm.gather(b"" if copy is None else LINEAGE.encoded(astuple(copy)))
         newest = self.current
@@ -72,7 +72,7 @@ class RunLineage:
         self.current = self._shared(comm, newest if self._is_first else None)
 
     def refresh(self) -> None:
-        """Read the lineage from the store again: a process that only reads the run sees the newer attempts of its job."""
+        """Read the lineage from the store again, for a process that only reads the run: its job may have begun new attempts."""
         self.current = LINEAGE.read(self._storage) or self.current
 
     def is_superseded(self, save_id: str) -> bool:

@@ -77,7 +77,7 @@ class StepNames:
         return None
 
     def is_copy(self, step: int, saved_as: str) -> bool:
-        """Return whether a step's folder is a copy: its catalog says that it was saved as `saved_as`, the folder of another."""
+        """Return whether a step's folder is a copy of another step's; `saved_as` is the folder name that its catalog has."""
         return self.step_of(saved_as) not in (None, step)
 
     def folder(self, root: Storage, step: int) -> str:
@@ -249,7 +249,10 @@ def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s:
 
 
 def _take(root: Storage, folder: str, lock: str, leases: ExitStack) -> bool:
-    """Take the lease of an offline reshard; return False if it is under way. In a store that cannot tell, return True."""
+    """Take the lease of an offline reshard on its file `lock`. Return False if the reshard is under way, and so has the lease.
+
+    Return True without the lease if the store has no leases, or if the file is gone.
+    """
     with suppress(LocksUnsupported, MissingKey):
         lease = root.lease(f"{folder}/{lock}", b"sweep", once=True)
         if lease is None:

@@ -9,8 +9,8 @@ load creates could never be stepped.
 
 Streams, one pair for each device, and their order with the streams of the job:
 
-1. A device has one stream that packs, and one that copies over the link. They are made once and kept: torch caches a device's
-   memory by stream, so new streams in each save would strand the memory that earlier saves had cached.
+1. A device has one stream that packs, and one that copies over the link to the host. They are made once and kept: torch caches a
+   device's memory by stream, so new streams in each save would strand the memory that earlier saves had cached.
 2. `CopyStreams` is made in the thread whose work it follows: all copies come after the work that the thread's current streams
    have queued.
 3. Copies are queued inside `CopyStreams.entered`, in any thread.
@@ -328,7 +328,7 @@ class CopyStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make each device's `link` stream the current one in a ``with`` block.
+        """Make each device's stream for copies between device and host (`link`) the current one in a ``with`` block.
 
         If the block fails, wait for all queued copies, because nobody else will.
         """
@@ -344,7 +344,7 @@ class CopyStreams:
                 raise
 
     def record(self) -> list[Mark]:
-        """Return a mark (a point in the queue) of each `link` stream, after all copies queued so far. Packing comes before it."""
+        """Return a mark (a point in the queue) of each `link` stream, after all copies queued so far and their packing."""
         return [Mark(streams.link) for streams in self]
 
     def follow(self, marks: Sequence[Mark]) -> None:

@@ -1,9 +1,10 @@
 """Loading with each byte read and verified once: if several ranks need it, one of them reads it and sends it to the others.
 
 1. Ranks that need bytes of one file, directly or through other ranks, form a group; with the layout of the save that is each
-   replica group. Files with next to nothing that a rank needs do not join it to a group. So tensor-parallel ranks, which share
-   norms, stay apart, and each group reads the norms. Rank 0 finds the groups from the files that join each rank. Everything after
-   that stays within a group, over a process group of its own, so lists and messages do not grow with the job.
+   replica group. A file with next to nothing that a rank needs does not join the rank to a group. So tensor-parallel ranks, which
+   share the small weights of norms, stay apart, and each group reads these weights. Rank 0 finds the groups from the files that
+   join each rank. Everything after that stays within a group, over a process group of its own, so lists and messages do not grow
+   with the job.
 2. The ranks of a group exchange lists of the windows that they need, and each computes the same schedule
    (`core.planning.shared_reads`). Ranks that need the same send one list.
 3. A rank reads the windows that it alone needs itself, as in any load.
@@ -12,9 +13,9 @@
    of a live reshard, and the same exchange (`engine.common.mover`) brings them into the takers' tensors, round by round. While
    one round is under way, the next is read. This takes a few times `ROUND_BYTES` of memory, and the windows of two rounds.
 
-Collectives of `execute_once`, in order: a gather of the files and a broadcast of the groups; in each group, two swaps of wants;
-an empty gather, as the last point at which a rank may fail alone; in each group with shared windows, a swap of boxes and the
-rounds; and a settlement, if any rank failed or there are several groups.
+Collectives of `execute_once`, in order: a gather of the files and a broadcast of the groups; in each group, two swaps of the
+wanted windows; an empty gather, as the last point at which a rank may fail alone; in each group with shared windows, a swap of
+boxes and the rounds; and `settle`, if any rank failed or there are several groups.
 """
 
 from __future__ import annotations
@@ -272,9 +273,9 @@ def _plan_for_all(plan: LoadPlan, own: Mask, asked: _Boxes) -> LoadPlan:
 
 
 class _WindowMemory(Memories):
-    """Memory for a `Mover` that consists of file windows, by number.
+    """The memory that a `Mover` packs from: windows of files, each under its number.
 
-    In a box, the first byte and the strides are bytes of its window.
+    In its `Boxes`, `row` is the number of a window; `first` and `strides` count bytes of that window, not elements.
     """
 
     def __init__(self) -> None:
@@ -288,7 +289,7 @@ class _WindowMemory(Memories):
 
 
 class _Targets(Memories):
-    """Memory for a `Mover` that consists of the targets of a load.
+    """The memory that a `Mover` unpacks into: the targets of a load.
 
     A box for a device is first unpacked into a pinned host buffer, and copied from there by `DeviceTargets`.
     """

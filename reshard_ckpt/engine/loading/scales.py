@@ -122,9 +122,9 @@ class Dequantizer(NamedTuple):
     def part_of_run(
         self, saved: Catalog, tensor: int, target: ReadTarget, offsets: Ints, lengths: Ints, start: int
     ) -> Part | None:
-        """Return the part for a 1-D target with the elements of a box from element `start` on.
+        """Return the `Part` for a 1-D target that holds the elements of a box of a saved tensor, from element `start` on.
 
-        None if the tensor in the catalog `saved` has no scale, or is not converted to another dtype.
+        Return None if the tensor, with index `tensor` in the catalog `saved`, has no scale or is not converted to another dtype.
         """
         scale = self.quantized.scale(saved, tensor) if target.dtype != target.tensor.dtype else None
         if scale is None:

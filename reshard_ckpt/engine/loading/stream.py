@@ -264,7 +264,7 @@ class RunReader:
 
 
 def _fill(reader: Reader, numbers: Iterable[int], window: Window, scaled: Sequence[Scaled]) -> Window:
-    """Read requests `numbers` of a reader, which fill `window`; multiply its quantized parts by their scales; return `window`."""
+    """Let `reader` make its reads `numbers`, which fill `window`; multiply quantized parts by their scales; return `window`."""
     try:
         for number in numbers:
             reader.read_window(number)

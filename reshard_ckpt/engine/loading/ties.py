@@ -5,8 +5,8 @@ Two targets that overlap would both be written, and the last one would win.
 1. `find_ties` finds groups of targets that may share memory (*ties*), and the range of addresses of each. It cuts every wanted
    piece into boxes, and describes each box in bytes: one more, innermost, dim has the bytes of an element. It groups boxes whose
    address ranges meet; most targets are alone in their group. Views of one buffer, such as columns of a matrix, have address
-   ranges that meet although they share no byte. If all boxes of a group lie on one grid of steps, the grid shows that, and the
-   group is dropped.
+   ranges that meet although they share no byte. If all boxes of a group lie on one grid of steps, the grid tells whether they
+   share a byte; if they do not, the group is dropped.
 2. `conflicts` goes through these addresses in steps of `TIE_BYTES`. For each target it reads the bytes that a load would put at
    these addresses into a buffer, and compares them with the bytes that earlier targets would put there.
 3. A target that a scale multiplies after the read may share no byte: shared memory would be multiplied once for each name.
@@ -86,15 +86,15 @@ def conflicts(
 ) -> list[str]:
     """Return one line of text for each tie that a load must refuse. No target changes.
 
-    Its targets would get different bytes from the checkpoint, or one of them is not aligned for its dtype. Raise `CorruptError`
-    if a file or a block is damaged.
+    A load must refuse a tie if its targets would get different bytes from the checkpoint, if a scale would multiply bytes that
+    they share, or if one of them is not aligned for its dtype. Raise `CorruptError` if a file or a block is damaged.
     """
     checker = _TieChecker(storage, catalog, verify, quantized)
     return list(dict.fromkeys(line for tie in ties if (line := checker.conflict(tie)) is not None))
 
 
 class _TieChecker:
-    """Compares the bytes that the targets of ties would get from one checkpoint. It reads the digests of each file once."""
+    """Checks ties (groups of targets that may share memory) against one checkpoint; reads the digests of each file once."""
 
     def __init__(self, storage: Storage, catalog: Catalog, verify: bool, quantized: Quantized | None) -> None:
         self._storage, self._catalog, self._quantized = storage, catalog, quantized
@@ -169,7 +169,7 @@ def _written_mask(member: TiedTarget, plan: LoadPlan, size: int) -> torch.Tensor
 
 
 def _pieces_within(member: TiedTarget, low: int, count: int) -> Iterator[Piece]:
-    """Yield the boxes of a target that lie in `count` elements from address `low` on, as pieces with `base` counted from it."""
+    """Yield the boxes of a target in the `count` elements from address `low` on, as pieces whose `base` counts from `low`."""
     tensor = member.target.tensor
     first = (low - tensor.data_ptr()) // tensor.element_size()  # a whole number: addresses were checked
     for piece in member.spec.pieces:

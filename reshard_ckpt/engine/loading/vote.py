@@ -48,7 +48,7 @@ class Wanted(NamedTuple):
     Attributes
     ----------
     prefixes
-        Names of the state's parts. A saved tensor at or below one of any rank that no rank wants is unexpected.
+        Names of the state's parts. A saved tensor at or below a prefix of any rank is unexpected if no rank wants it.
     names
         All names that a pattern of the options may match: the names that this rank wants, and names ignored in the state or in
         the checkpoint.
@@ -214,7 +214,10 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _unless_taken(problems: Sequence[tuple[str, ...]], votes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    """Drop the problems with values that a rank passes over for others, if another rank that passes their key takes them."""
+    """Drop each problem with a value that a rank leaves to others (`ELSEWHERE`), if some rank takes that value.
+
+    A rank takes a value if the value's name lies below its prefixes and the rank does not have this problem.
+    """
     of_ranks = [({*map(tuple, vote["problems"].get("values", ()))}, vote["prefixes"]) for vote in votes]
     return tuple(
         each

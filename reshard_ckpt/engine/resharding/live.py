@@ -51,7 +51,7 @@ class Moves(NamedTuple):
     num_rounds: tuple[int, int]
 
     def of_device(self, device: int) -> Parts:
-        """Return the parts that travel through host memory (`device=0`), or from device to device (`device=1`)."""
+        """Return those of `parts` that travel through host memory (`device` is 0), or from device to device (`device` is 1)."""
         return self.parts.take(np.flatnonzero(self.parts.device == device))
 
 

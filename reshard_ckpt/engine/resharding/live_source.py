@@ -221,7 +221,7 @@ class LiveValues:
         return {name: ranks for name, ranks in lost.items() if ranks}
 
     def added_to(self, catalog: Catalog) -> Catalog:
-        """Return a copy of the catalog, with the shared values in it."""
+        """Return a copy of the catalog that also has the values of all ranks, as the last `share` merged them."""
         return replace(catalog, values_table=self._table)
 
     def decoded(

@@ -73,9 +73,10 @@ class ProcessReport(NamedTuple):
 
 
 def save_id_of(plan: ReshardPlan, *, verify: bool) -> str:
-    """Return the save id of the result. It depends only on the plan, which includes the source catalog, and on `verify`.
+    """Return the save id of the checkpoint that a reshard writes.
 
-    It has the time at which the source was saved, and a hash of these.
+    The id consists of the time at which the source was saved, and a hash of `verify` and of the plan, which includes the catalog
+    of the source.
     """
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(max(plan.catalog.created_s, 0)))
     return f"{when}-{identity(plan, verify)}"
@@ -277,10 +278,10 @@ def _write_group(
 
 
 def _sections(layouts: Sequence[FileLayout], begin: int, end: int, *, with_empty: bool) -> Iterator[tuple[FileLayout, int, int]]:
-    """Yield the sections of files that hold some bytes: each with its file, first byte and end.
+    """Yield the sections of files to write for a range of their data: each as its file, its first byte and its end there.
 
-    The bytes `begin` to `end` count the members (data) of all these files, end to end. A header belongs to the first byte of its
-    file's members. Files without members are yielded if `with_empty`.
+    `begin` and `end` count the data of all these files, end to end, without the headers. A section that begins with the first
+    byte of a file's data has the header too. With `with_empty`, files that consist of a header alone are also yielded.
     """
     at = 0
     for layout in layouts:

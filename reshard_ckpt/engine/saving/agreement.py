@@ -218,8 +218,8 @@ class Leader:
     def _asked(self, everything: bool) -> NDArray[np.bool_]:
         """Return a mask of the metadata parts that ranks shall send to rank 0, (parts, ranks).
 
-        With `everything` these are all parts, else only the parts after the layout: the kept plan fits. Of several ranks with
-        equal parts, only the lowest is asked. Rank 0, which has its own parts, is never asked.
+        With `everything` these are all parts. Without it a kept plan fits, and these are only values and ``metadata=``. Of
+        several ranks with equal parts, only the lowest is asked. Rank 0, which has its own parts, is never asked.
         """
         asked = np.zeros((_PARTS, len(self._states)), bool)
         for part in range(0 if everything else _LAYOUT_PARTS, _PARTS):

@@ -61,8 +61,9 @@ class StoreTarget:
 class SaveThread:
     """The thread that writes and commits one asynchronous save, during or after its staging.
 
-    Ctrl-C may come while a thread is being started, so that nobody knows whether it runs. So whoever does the work of a thread
-    first takes its lock, `_writes` or `_copies`, which is never given back: the thread, or `give_up` in its place.
+    Ctrl-C may come while a thread is being started, so that nobody knows whether it runs. So a lock decides whether the thread
+    does its work, or `give_up` in its place: the first of the two that takes the lock (`_writes` or `_copies`), which is never
+    released.
     """
 
     def __init__(self, save: RunningSave, job: SaveJob, copy: StagedCopy, target: SaveTarget) -> None:

@@ -398,14 +398,15 @@ def check_files_again(
 ) -> None:
     """Check the files of a save once more after its catalog was published; undo the save if another job has deleted them.
 
-    While this job is paused for longer than its `lease`, another one may take its files for leftovers. It looks for a catalog
-    before it deletes them (`remove_files`). So one of the two jobs always sees the files or the catalog of the other. Raise
-    `StorageError` if files are missing, so the save is undone.
+    If this job was paused for longer than its `lease`, another job may take its files for leftovers. That job deletes the files
+    and then looks for a catalog that refers to them (`remove_files`); this job publishes its catalog and then looks for the
+    files. So at least one of the two jobs sees that files of a catalog are missing. Raise `StorageError` if files are missing, so
+    the save is undone.
 
     Parameters
     ----------
     see
-        Raises `MissingKey` if a file is missing.
+        Looks for all files of the save in the store; raises `MissingKey` if one is missing.
     before, version
         The checkpoint that the path held before, to be put back; and the version of the catalog that was published.
     """

@@ -82,7 +82,9 @@ _LOCAL_METADATA: Memo[tuple[list[TensorSpec], int, Mesh | None, dict[int, str]],
 
 
 def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[ValueSpec], list[LocalTensor], dict[int, str]]:
-    """Make blobs, which are saved like tensors, of opaque values, per-rank values, and values too large for the catalog.
+    """Make blobs, which are saved like tensors, of some values: the opaque, the per-rank and the large values.
+
+    Another program has encoded an opaque value. A large value does not fit in the catalog.
 
     Returns
     -------

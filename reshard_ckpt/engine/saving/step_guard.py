@@ -157,7 +157,7 @@ class ChangeDetector:
         return Snapshot(versions, samples, taken)
 
     def has_changed(self, seen: Snapshot | None = None) -> bool:
-        """Whether a tensor changed between the making of this detector and the snapshot `seen`, or now without a snapshot."""
+        """Whether a tensor changed after this detector was made and before the snapshot `seen`, or before now if that is None."""
         now = seen or self.take_snapshot()
         if self._before.versions != now.versions:
             return True

@@ -128,7 +128,7 @@ def choose(
 def _agreed(of_ranks: list[Any]) -> Any:
     """Merge all ranks' trackers: return their options, the save since which all have tracked, and the rows of each table.
 
-    The save is None if ranks have tracked since different saves. Other options on other ranks are a `UsageError`.
+    The save is None if ranks have tracked since different saves. Raise a `UsageError` if ranks have different options.
     """
     options = {tuple(of_rank[:3]) for of_rank in of_ranks}
     if len(options) > 1:
@@ -326,7 +326,10 @@ def _can_narrow(bits: int, pack: torch.Tensor, dtype: str) -> bool:
 
 
 def table_of(spec: TensorSpec, rows: Rows) -> str:
-    """Return the name of the table of `rows` with a row for each row of a tensor: its own name or its parameter's; else ""."""
+    """Return the name of the table in `rows` that a tensor is, or whose optimizer state it is; "" if it is neither.
+
+    Optimizer state counts only if it has as many rows as the table.
+    """
     name = spec.name if spec.name in rows or spec.link is None else spec.link.parameter or ""
     return name if name in rows and spec.shape[:1] == rows[name].shape else ""
 
