@@ -180,7 +180,11 @@ class _Part(NamedTuple):
 
 
 class _KnownSpecs(NamedTuple):
-    """Cached descriptions on one mesh: shared parts by the id of the layout, the dtype and the strides; last specs by name."""
+    """The descriptions of tensors that are cached for one mesh.
+
+    `parts` has the part of a spec that equal tensors share, by the id of the layout, the dtype and the strides. `specs` has the
+    last spec of each name, with this part of it.
+    """
 
     parts: dict[tuple[int, torch.dtype, Ints], _Part]
     specs: dict[str, tuple[_Part, TensorSpec]]
@@ -198,7 +202,7 @@ _MAX_PARTS, _MAX_SPECS = 1 << 13, 1 << 18
 class Describer:
     """Makes the specs of a state's tensors and values under unique names, and finds tensors that share memory (aliases).
 
-    If a tensor's placement names axes that the job's `mesh` lacks, it is left out of the spec.
+    If a tensor's placement names axes that the job's `mesh` lacks, its spec has no placement.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:

@@ -132,7 +132,7 @@ class ModuleState:
         return ModuleRows(tuple(rows), takers, is_own)
 
     def _is_own(self, value: Any) -> bool:
-        """Tell whether a tensor is one of the module's own. A hook may put others into the state, and tensors of attributes."""
+        """Tell whether a tensor is a parameter, buffer or attribute in the module: a hook may add other tensors to its state."""
         if self._own is None:
             held = (of for child in self.children.values() for of in (child._parameters, child._buffers, vars(child)))
             self._own = {id(each) for of in held for each in of.values()}
@@ -179,7 +179,10 @@ class ModulePlace(NamedTuple):
 
 
 def _place(key: str, places: dict[str | None, ModulePlace], fsdp: Any) -> ModulePlace:
-    """Follow a state dict key from the root module, ``places[None]``, and add the place of each of its beginnings to `places`."""
+    """Return the place of a state dict key, found by following the key from the root module, which is ``places[None]``.
+
+    Add it to `places`, and also the place of each key that this one begins with, such as ``a`` and ``a.b`` of ``a.b.weight``.
+    """
     if key not in places:
         above, dot, last = key.rpartition(".")
         places[key] = (_place(above, places, fsdp) if dot else places[None]).below(last, fsdp)

@@ -51,7 +51,7 @@ class Touched:
             self._bits[at] = self._bits[at] | (1 << position)
 
     def add_where(self, is_touched: torch.Tensor) -> None:
-        """Record the rows that `is_touched`, (rows,) bool, marks, without waiting for the device that it is on."""
+        """Record the rows for which `is_touched`, a bool for each row, is True. Do not wait for the device that holds it."""
         if self._bits is None:
             self._bits = torch.zeros(self._num_bytes + 1, dtype=torch.uint8, device=is_touched.device)
         padded = torch.zeros(self._num_bytes * 8, dtype=torch.uint8, device=is_touched.device)

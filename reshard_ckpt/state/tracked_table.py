@@ -145,9 +145,9 @@ class Table:
         self.note()
 
     def locate(self, tensor: LocalTensor) -> None:
-        """Record the name, the number of rows and the first row (`first`) of the global table.
+        """Record the name of the global table, its number of rows, and which of its rows has this rank's first score (`first`).
 
-        `tensor` is the tensor of the state that has this table's memory. Raise `UsageError` if the rows on this rank are not one
+        `tensor` is the tensor of the state whose memory is that of this table. Raise `UsageError` if the rows on this rank are not one
         range of consecutive rows of the global table.
         """
         spec = tensor.spec
