@@ -134,7 +134,10 @@ def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
 
 
 def stamp_of(status: os.stat_result) -> object:
-    """Return what differs once a file was changed: no number of the file, as file systems over object stores make it up anew."""
+    """Return the time of change and the size of a file, which tell that the file was changed.
+
+    The inode number is left out, because file systems over object stores make it up anew.
+    """
     return status.st_mtime_ns, status.st_size
 
 
