@@ -199,10 +199,10 @@ def _is_done(made: _Call[Any], seconds: float) -> bool:
 
 
 def holding(lock: threading.Lock, call: Callable[[], T], timeout_s: float, what: str) -> T:
-    """Return the result of a call, made while this thread holds a lock, and after an interrupt at any moment hold it no more.
+    """Take a lock, make a call, release the lock, and return the result of the call.
 
-    Another thread may hold the lock for long, while that thread waits for other ranks. Raise `PeerError` if the lock was not free
-    within `timeout_s`.
+    The lock is released also if an interrupt comes, at whatever moment. Before that, another thread may hold the lock for long,
+    while that thread waits for other ranks. Raise `PeerError` if the lock was not free within `timeout_s`.
     """
     taken: list[bool] = []
     try:
@@ -312,7 +312,8 @@ class _Limit:
     def left(self) -> float:
         """Return the seconds that the next reply may take.
 
-        At least 1 to 4 s, by `timeout_s`: a store that is alive answers within that.
+        They are never less than `timeout_s`, which counts here as 1 s at least and 4 s at most: a living store answers within
+        that.
         """
         least = min(max(self.timeout_s, _LEAST_S), _LAST_S)
         return max(min(self.ends - time.monotonic(), self.timeout_s), least)

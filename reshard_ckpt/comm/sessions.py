@@ -69,8 +69,9 @@ def open_session_by_name(
 ) -> Callable[[str], AbstractContextManager[Comm]]:
     """Return a function that opens a session with a given name.
 
-    No two sessions may have the same name, so ranks may open them in any order: for steps that only some saves take. The process
-    group is looked up now; the returned function may be called later, in any thread.
+    Ranks meet in a session by its name, so they may open such sessions in any order, and a save that does not take a step opens
+    no session for it. No two sessions may have the same name. The process group is looked up now; the returned function may be
+    called later, in any thread.
     """
     group = current_group(process_group, timeout_s)
     if group is None:
@@ -193,7 +194,7 @@ def shared_store(
 
 
 class Place(Generic[AnyComm]):
-    """The place of one call of this rank in the order of all its sessions; it takes the next number.
+    """The place of one call of this rank in the order of all its sessions. A new place takes the next number.
 
     `comm_of` makes the `Comm` of the session with a given number, and `sessions` numbers the calls of this rank.
     """
@@ -203,7 +204,7 @@ class Place(Generic[AnyComm]):
         self._turn = sessions.take()
 
     def comm(self, after: int = 0) -> AnyComm:
-        """Make the `Comm` of the session that this call belongs to now, or the call that comes `after` so many others."""
+        """Make the `Comm` of the session that this call belongs to now, or that the call `after` places later belongs to."""
         return self._comm_of(self._sessions.number(self._turn + after))
 
     @contextmanager

@@ -257,9 +257,9 @@ class StoreComm:
         return self.came_late or calls == {before}
 
     def is_for_others(self, call: bytes) -> bool:
-        """Tell whether another rank has refused this session, or opened it for another call.
+        """Tell whether another rank has opened this session for another call than `call`, or ended it by an error for all ranks.
 
-        Call it before this rank opens the session.
+        Use it before this rank opens the session.
         """
         with self._reachable():
             arrived = self._inbox_of(0)
@@ -425,11 +425,17 @@ class StoreComm:
         return self._payloads.load(key)
 
     def _payload_of_sender(self, key: str) -> bytes:
-        """Return the encoded payloads of a scatter for `_sender`: its own, and those for the ranks whose messages it sends."""
+        """Return the encoded payloads of a scatter for the rank `_sender`, which sends the messages of this rank.
+
+        They are its own payload, and the payloads for all ranks whose messages it sends.
+        """
         return self._payloads.take(key)
 
     def _apply(self, decision: bytes, call: str) -> None:
-        """Go on to the next step if the decision lets this one pass; raise the error if it is a refusal."""
+        """Go on to the next step if rank 0's decision lets this step pass; if the decision is a refusal, raise its error.
+
+        Raise a `PeerError` if rank 0 decided on another call than this rank's `call`, such as a gather.
+        """
         name = call_let_pass(decision)
         if not name:
             self._refusal = Refusal.decode(decision)
@@ -474,7 +480,7 @@ class StoreComm:
             self._skip_step()
 
     def _skip_step(self) -> None:
-        """Move on from a step that rank 0 has let pass, without rank 0's payload for this rank, which is deleted."""
+        """Go on to the next step after one that rank 0 has let pass; delete rank 0's payload for this rank unread."""
         self._payloads.drop(self._key("to", self.rank))
         self._step += 1
 
