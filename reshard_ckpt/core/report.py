@@ -333,7 +333,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*")
 def duration_s(text: str | float, *, option: str, or_zero: bool = False, other: str = "") -> float:
     """Convert a duration such as "10min" to seconds; a number means seconds.
 
-    With `or_zero`, 0 is allowed. `option`, and `other` values that it has, are for messages.
+    With `or_zero`, 0 is allowed. For messages, `option` is the name of the option, and `other` says which other values it takes.
 
     >>> duration_s("6h", option="mtbf"), duration_s("10min", option="persist_every"), duration_s(90, option="mtbf")
     (21600.0, 600.0, 90.0)

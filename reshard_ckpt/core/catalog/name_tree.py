@@ -65,7 +65,7 @@ def fold(names: Sequence[str], looks: Sequence[Hashable]) -> tuple[Node, ...]:
 
 
 class _Folder:
-    """The state of one call of `fold`: it gives subtrees that look the same the same number."""
+    """The state of one call of `fold`: it numbers the looks of subtrees, so that equal looks have equal numbers."""
 
     def __init__(self, looks: Sequence[Hashable]) -> None:
         self._looks = looks

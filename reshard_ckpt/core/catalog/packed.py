@@ -29,7 +29,10 @@ _HEAD = np.dtype([("low", "<f4"), ("scale", "<f4")])
 
 
 class PackedRows(NamedTuple):
-    """A block of `num` packed rows of one dtype and `width`, at byte `begin` of the plain file, with `bits` bits an element."""
+    """Some packed rows that follow each other in a file: `num` rows of `width` elements, stored in `bits` bits an element.
+
+    In the plain file, which has these rows unpacked, they have the dtype `dtype` and begin at byte `begin`.
+    """
 
     begin: int
     num: int

@@ -39,7 +39,8 @@ def are_groups(value: Any) -> bool:
 class Selection(NamedTuple):
     """The saved hyperparameters for one group of the loading optimizer, and messages about problems.
 
-    The dict is empty if saved groups disagree, and for a group without parameters that none of them stands for.
+    The dict is empty if the saved groups with the group's parameters disagree or are of another kind of optimizer, or if no saved
+    group stands for the group.
     """
 
     hyperparameters: dict[str, Any]
@@ -135,8 +136,8 @@ class Groups:
     def select(self, fqns: Iterable[str], *, name: str, target: Group | None = None, at: int | None = None) -> Selection:
         """Find the hyperparameters for a group of the loading optimizer with the parameters `fqns`; messages call it `name`.
 
-        With `target`, the group itself, also check that it is from the same kind of optimizer, and leave out the `SWITCHES` that
-        it has. A group without parameters may say the index `at` of its saved group.
+        With `target`, the group itself, also check that both groups are of the same kind of optimizer, and leave out those
+        `SWITCHES` that `target` has. For a group without parameters, `at` may be the index of its saved group.
         """
         # sources: each saved group that holds a wanted parameter, with the first such parameter.
         sources: dict[int, str] = {} if at is None else {at: ""}

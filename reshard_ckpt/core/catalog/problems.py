@@ -35,7 +35,7 @@ class Problem(str):
 
     @classmethod
     def of(cls, line: str) -> Problem:
-        """Return a line of a format's own as a problem without a cure; the first colon ends its name."""
+        """Convert a line that a format has written to a problem without a cure; the first colon ends the name."""
         if isinstance(line, Problem):
             return line
         name, _, what = line.partition(": ")

@@ -225,7 +225,7 @@ def _merge_aliases(job_metadata: JobMetadata, ids: _Ids, num: int) -> I64:
 def _merge_links(job_metadata: JobMetadata, ids: _Ids, num: int) -> dict[str, I64]:
     """Merge the links from optimizer state to its parameter into columns of the merged table.
 
-    A rank may have the state of a parameter without the parameter, and then has no link. So a link that any rank has counts.
+    A rank may have the state of a parameter without the parameter, and then has no link. So one rank with the link is enough.
     """
     optimizer, key, parameter_of = (_concatenate(job_metadata, column) for column in ("optimizer", "key", "parameter"))
     entries = np.flatnonzero((key > 0) & (ids.value >= 0))

@@ -55,7 +55,7 @@ class TargetPlacement:
         return next(p for p in self.axes if p.axis == axis)
 
     def with_axis(self, placement: AxisPlacement) -> TargetPlacement:
-        """Return a copy with another placement on the mesh axis that `placement` names."""
+        """Return a copy of this placement with `placement` in place of the one on the same mesh axis."""
         return replace(self, axes=tuple(placement if p.axis == placement.axis else p for p in self.axes))
 
     def without_flat(self) -> TargetPlacement:
@@ -153,7 +153,7 @@ class _Placer:
         return {name: tuple(sorted(together[self.saved.tie_key(param)])) for name, param in owner.items()}
 
     def _place(self, name: str) -> TargetPlacement:
-        """Place one tensor on each mesh axis by itself, then find the order in which axes cut the same dim."""
+        """Return the placement of a tensor: find it for each mesh axis alone, then the order in which axes cut the same dim."""
         axes = [self._on_axis(name, axis, size) for axis, size in self.mesh.by_axis.items()]
         recorded = self._recorded_cuts(name, axes)
         order, sections = self._order(name, axes, recorded), self._sections(name, axes, recorded)
