@@ -30,7 +30,7 @@ _HOST_GROUPS: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Any]] = Weak
 because the group has no backend for host memory."""
 
 _TRIES: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""For each process group, how often these ranks have tried to make such a group: each try has a name of its own."""
+"""For each process group, how often a tuple of its ranks has tried to make a gloo group: each try has a name of its own."""
 
 _LOOK_S = 1.0
 

@@ -83,8 +83,8 @@ class _TargetRowsBuilder:
         for (number, _), i in sorted(in_vectors):
             self.vectors.setdefault(number, []).append(i)
         self.uncut: dict[tuple[int, Ints], tuple[list[LocalRegion | None], list[int]]] = {}
-        """For a vector, and a rank's coordinates but that on the flat axis: the rank's part of each tensor before that axis cuts,
-        and where each part begins in the vector; last the end of the vector."""
+        """The key is a vector and a rank's coordinates, without the one on the flat axis. The value is the rank's part of each
+        tensor before that axis cuts, and the beginning of each part in the vector; the last number is the end of the vector."""
 
     def box(self, box: Box) -> int:
         """Return the number of a box. A box seen for the first time gets the next number."""

@@ -67,7 +67,7 @@ def _is_block(block: Any) -> bool:
 
 
 def advice(quantized: Quantized) -> tuple[str, ...]:
-    """Return advice for a failed load; none unless weights are packed in a form that only the library that wrote them reads."""
+    """Return advice for a failed load if weights are packed in a form that only their own library reads, else no advice."""
     if not quantized.packed:
         return ()
     return (
