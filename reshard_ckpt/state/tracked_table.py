@@ -147,8 +147,8 @@ class Table:
     def locate(self, tensor: LocalTensor) -> None:
         """Record the name of the global table, its number of rows, and which of its rows has this rank's first score (`first`).
 
-        `tensor` is the tensor of the state whose memory is that of this table. Raise `UsageError` if the rows on this rank are not one
-        range of consecutive rows of the global table.
+        `tensor` is the tensor of the state whose memory is that of this table. Raise `UsageError` if the rows on this rank are
+        not one range of consecutive rows of the global table.
         """
         spec = tensor.spec
         self.name, self.num_rows, self.first = spec.name, spec.shape[0], 0
