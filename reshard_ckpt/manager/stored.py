@@ -269,7 +269,10 @@ class StoredSteps:
             if step in self._foreign:
                 raise UsageError(f"{self.path(step)}: this folder is of another library, so it is not removed; remove it by hand")
             if not self._remove(step, steps):
-                raise StorageError(f"{self.path(step)}: somebody reads it, so it is not removed; try again when that is over")
+                raise StorageError(
+                    f"{self.path(step)}: somebody reads it, so it is not removed; try again when that is over. If it is a "
+                    "link to another folder, remove the link yourself"
+                )
             return True
 
     def _remove(self, step: int, steps: Iterable[int]) -> bool:

@@ -53,7 +53,7 @@ class ListedStorage(FollowedStorage):
                 self._sizes = {key: size for key, size in found if size is not None}
         return self._sizes
 
-    def folders(self, prefix: str = "") -> tuple[str, ...]:
+    def folders(self, prefix: str = "", *, linked: bool = False) -> tuple[str, ...]:
         return Storage.folders(self, prefix)  # from the listing, not asked for again
 
     def size(self, key: str) -> int | None:

@@ -191,17 +191,20 @@ class LocalStorage(Storage):
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         parts = folder_parts(prefix)
         with Explained("list", self._path(parts)):
+            if any(os.path.islink(self._path(parts[: n + 1])) for n in range(len(parts))):
+                return []  # as if this were a part of the list of all files
             return sorted(_files_below(self._path(parts), "".join(part + "/" for part in parts)))
 
     def free_bytes(self) -> int | None:
         with Explained("look at the free space of", self._root):
             return free_bytes_at(self._root)
 
-    def folders(self, prefix: str = "") -> tuple[str, ...]:
+    def folders(self, prefix: str = "", *, linked: bool = False) -> tuple[str, ...]:
         parts = folder_parts(prefix)
         with Explained("list", self._path(parts)), suppress(*_NO_FILE):
             entries = os.scandir(self._path(parts))
-            return tuple(sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False)))
+            # Where a link leads is not looked at, so that a disk that does not answer fails the call that needs it, by name.
+            return tuple(sorted(e.name for e in entries if e.is_dir(follow_symlinks=False) or (linked and e.is_symlink())))
         return ()
 
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> FileLock | None:

@@ -177,7 +177,7 @@ class ObjectStorage(Storage):
             pages = obstore().list(self._client, path or None, chunk_size=1000)
             return sorted((file["path"][len(self._prefix) :], int(file["size"])) for page in pages for file in page)
 
-    def folders(self, prefix: str = "") -> tuple[str, ...]:
+    def folders(self, prefix: str = "", *, linked: bool = False) -> tuple[str, ...]:
         path = self._prefix + "".join(f"{part}/" for part in folder_parts(prefix))
         with explained("list", self._where(prefix)):
             found = obstore().list_with_delimiter(self._client, path or None)

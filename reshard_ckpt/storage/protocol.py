@@ -321,8 +321,11 @@ class Storage(Protocol):
         """Return the number of bytes that this user can still write here, or None if the store cannot tell."""
         return None
 
-    def folders(self, prefix: str = "") -> tuple[str, ...]:
-        """List the names of the folders directly below the folder `prefix`, sorted."""
+    def folders(self, prefix: str = "", *, linked: bool = False) -> tuple[str, ...]:
+        """List the names of the folders directly below the folder `prefix`, sorted.
+
+        With `linked`, also list symbolic links: a user may have moved a checkpoint to another disk.
+        """
         depth = len(folder_parts(prefix))
         names = [key.split("/") for key, _ in self.list(prefix)]
         return tuple(sorted({parts[depth] for parts in names if len(parts) > depth + 1}))

@@ -633,6 +633,32 @@ def test_a_run_stays_where_it_began_if_a_link_to_its_root_moves(tmp_path: Path, 
     assert steps == {"first": ["step_2"], "other": ["step_1"]}
 
 
+def test_a_step_that_was_moved_to_another_disk_counts_by_its_link_and_keeps_what_it_refers_to(tmp_path: Path):
+    root, disk = tmp_path / "run", tmp_path / "disk"
+    disk.mkdir()
+    kept = {"same": torch.arange(70_000) * 3, "step": torch.arange(9) + 3}
+    with Manager(root, incremental=True) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, kept | {"step": torch.arange(9) + step})
+    for step in ("step_2", "step_3"):
+        (root / step).rename(disk / step)
+        (root / step).symlink_to(disk / step)
+    (disk / "step_2" / CATALOG_KEY).unlink()  # as a save that was killed leaves it
+    (root / "step_4").symlink_to(tmp_path / "nowhere")
+    with Manager(root, keep_last=2) as manager:
+        assert manager.steps() == [1, 3]
+        found = {name: torch.zeros_like(tensor) for name, tensor in kept.items()}
+        assert manager.load_latest(found).step == 3
+        for step in (5, 6, 7):
+            manager.save(step, state(step))
+        assert manager.steps() == [3, 6, 7]
+        with pytest.raises(StorageError, match="step_3: .* not removed.* If it is a link .* remove the link"):
+            manager.delete(3)
+    for holder in (found, checkpoint.read(root / "step_3")):
+        assert all(torch.equal(holder[name], tensor) for name, tensor in kept.items())
+    assert len(list((disk / "step_2").rglob("rank*"))) == 2
+
+
 def test_a_closed_manager_changes_nothing_and_still_looks(root: str):
     with Manager(root, keep_last=1) as closed:
         closed.save(1, state(1))

@@ -94,6 +94,8 @@ def test_listing_does_not_enter_linked_folders(storage: LocalStorage, root: Path
     put(storage, "a/f")
     (root / "a" / "loop").symlink_to(root)
     assert storage.list() == [("a/f", 1)]
+    assert storage.list("a/loop") == []
+    assert (storage.folders("a"), storage.folders("a", linked=True)) == ((), ("loop",))
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -84,7 +84,7 @@ class StepNames:
         """Return a step's folder name: of a committed checkpoint, else of any folder that exists, else for a new checkpoint."""
         if len(self.patterns) == 1:
             return self.of(step)
-        there = (name for name in root.folders() if self.step_of(name) == step)
+        there = (name for name in root.folders(linked=True) if self.step_of(name) == step)
         return next(iter(self.committed(root, step)), None) or next(there, self.of(step))
 
     def committed(self, root: Storage, step: int) -> list[str]:
@@ -117,7 +117,7 @@ def find_steps(root: Storage, names: StepNames | None = None) -> tuple[dict[int,
     without a catalog.
     """
     names = names or names_at(root)
-    found = [(step, folder) for folder in root.folders() if (step := names.step_of(folder)) is not None]
+    found = [(step, folder) for folder in root.folders(linked=True) if (step := names.step_of(folder)) is not None]
     if len(names.patterns) > 1:  # of two folders of a step, the one whose pattern comes first comes last here, and wins
         found.sort(key=lambda pair: -next(i for i, pattern in enumerate(names.patterns) if pattern.format(pair[0]) == pair[1]))
     sizes = root.stat([f"{folder}/{CATALOG_KEY}" for _, folder in found])
@@ -190,7 +190,7 @@ def remove_step(
     try:
         lock = root.lock(key)
     except MissingKey:
-        return True
+        return root.size(key) is None  # a catalog behind a link is there, but nothing is deleted through links
     except LocksUnsupported:
         lock = nullcontext()  # type: ignore[assignment]
     if lock is None:
@@ -292,7 +292,7 @@ def needed_by_folders(root: Storage, left_out: Callable[[str], bool], *, pass_da
                 raise
         return {}
 
-    found = at_once(root, *(partial(needed_by, folder) for folder in root.folders() if not left_out(folder)))
+    found = at_once(root, *(partial(needed_by, folder) for folder in root.folders(linked=True) if not left_out(folder)))
     return {key: folder for by_folder in found for key, folder in by_folder.items()}
 
 
