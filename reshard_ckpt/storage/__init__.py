@@ -12,7 +12,7 @@ from .listed import ListedStorage
 from .local import LocalStorage
 from .memory import MemoryStorage
 from .object_lease import holder_text
-from .posix import MOMENTS_S, LocksUnsupported
+from .posix import MOMENTS_S, LocksUnsupported, absolute
 from .protocol import ABSENT, ANY, Buffer, Document, Hints, Lock, MissingKey, PublishConflict, Storage, Version, Writer
 
 __all__ = [
@@ -73,7 +73,7 @@ def resolved_path(path: str | os.PathLike[str]) -> str:
     """
     text = path_text(path)
     if _SCHEME.match(text) is None:
-        return os.path.abspath(text)
+        return absolute(text)
     return "/".join(_place(text)).replace("/", "://", 1) if is_object_path(text) else text
 
 

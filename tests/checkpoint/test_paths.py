@@ -64,6 +64,16 @@ def test_what_is_no_path_is_wrong_use(name: str, path: Any, home: Path):
         call(path)
 
 
+@pytest.mark.parametrize("name", [*OPENERS, *(f"to {name}" for name in WRITERS)])
+def test_a_relative_path_without_a_working_folder_is_wrong_use(name: str, home: Path, monkeypatch: pytest.MonkeyPatch):
+    call = WRITERS[name[3:]] if name.startswith("to ") else OPENERS[name]
+    (home / "gone").mkdir()
+    monkeypatch.chdir(home / "gone")
+    (home / "gone").rmdir()
+    with pytest.raises(UsageError, match="the working folder of this process was removed; pass an absolute path"):
+        call("ckpt")
+
+
 @pytest.mark.parametrize("name", OPENERS)
 def test_home_is_expanded_where_something_is_opened(name: str, home: Path):
     (home / "only").symlink_to(home / "ckpt")
