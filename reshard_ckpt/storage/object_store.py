@@ -119,12 +119,12 @@ class ObjectStorage(Storage):
     def copy(self, source: Storage, key: str, to: str) -> bool:
         if not isinstance(source, ObjectStorage) or (source._scheme, source._bucket) != (self._scheme, self._bucket):
             return False
-        if self._scheme not in MAX_COPY_BYTES or (source.size(key) or 0) > MAX_COPY_BYTES[self._scheme]:
+        if self._scheme not in MAX_COPY_BYTES or ((size := source.size(key)) or 0) > MAX_COPY_BYTES[self._scheme]:
             return False
         self._first.pop(to, None)
         with explained("copy", source._where(key)):
             obstore().copy(self._client, source._path(key), self._path(to))
-        return True
+        return self.size(to) == size  # some servers ignore the header with the source, and make an empty object
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         path, where = self._path(key), self._where(key)

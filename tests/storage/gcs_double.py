@@ -2,7 +2,7 @@
 
 Written from Google's reference of the XML API: each object has a generation, a new one for each write; a PUT with
 ``x-goog-if-generation-match`` is refused by 412 unless the object has this generation, 0 for no object. It also has uploads in
-parts, listings in pages and with a delimiter, ranges, and metadata. It checks no signature, and has each bucket that is named.
+parts, listings in pages and with a delimiter, ranges, metadata, and copies. It checks no signature, and has each bucket that is named.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class GcsDouble:
     metadata: dict[str, Mapping[str, str]] = field(default_factory=dict)  # the headers of each upload
     generations: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     lock: threading.Lock = field(default_factory=threading.Lock)
+    ignores_copies: bool = False
 
     def put(self, path: str, data: bytes, headers: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
         held, wanted = self.objects.get(path), headers.get("x-goog-if-generation-match")
@@ -125,7 +126,9 @@ class GcsDouble:
         if "uploads" in query or "uploadId" in query:
             return self.upload(method, path, query, headers, body)
         if method == "PUT":
-            return self.put(path, body, headers)
+            named = "" if self.ignores_copies else unquote(headers.get("x-goog-copy-source", ""))
+            copied = self.objects.get(named)
+            return self.put(path, copied.data if copied else body, headers)
         if method == "DELETE":
             return (204, {}, b"") if self.objects.pop(path, None) else (404, {}, b"<Error><Code>NoSuchKey</Code></Error>")
         if "list-type" in query:

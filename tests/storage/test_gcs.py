@@ -94,3 +94,21 @@ def test_a_run_is_saved_resharded_and_pruned(storage: Storage) -> None:
     assert all(torch.equal(found[f"model.{name}"], value) for name, value in made["model"].state_dict().items())
     with open_storage(f"{storage.url}/run") as run:
         assert run.folders() == ("step_2",)
+
+
+def test_a_conversion_in_place_and_compact_let_the_store_copy(storage: Storage, server: tuple[GcsDouble, FaultProxy]) -> None:
+    """Or copy by themselves, if the server ignores which object a request names, as some do."""
+    old, new = {"w": torch.arange(70_000)}, {"w": torch.arange(70_000) * 3, "n": torch.arange(5)}
+    for ignores in (False, True):
+        server[0].ignores_copies, url = ignores, f"{storage.url}/{ignores}"
+        checkpoint.save(f"{url}/old", old)
+        checkpoint.save(f"{url}/new", new)
+        checkpoint.convert(f"{url}/old", f"{url}/out", to="dcp")
+        checkpoint.convert(f"{url}/new", f"{url}/out", to="dcp", overwrite=True)
+        checkpoint.save(f"{url}/next", {**new, "n": torch.arange(5) + 9}, base=f"{url}/new")
+        checkpoint.compact(f"{url}/next")
+        assert not any(file.checkpoint for file in checkpoint.catalog(f"{url}/next").files)
+        for path, added in (("out", 0), ("next", 9)):
+            found = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read(f"{url}/{path}").items()}
+            assert torch.equal(found["w"], new["w"])
+            assert torch.equal(found["n"], new["n"] + added)
