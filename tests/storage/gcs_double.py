@@ -2,7 +2,8 @@
 
 Written from Google's reference of the XML API: each object has a generation, a new one for each write; a PUT with
 ``x-goog-if-generation-match`` is refused by 412 unless the object has this generation, 0 for no object. It also has uploads in
-parts, listings in pages and with a delimiter, ranges, metadata, and copies. It checks no signature, and has each bucket that is named.
+parts, listings in pages and with a delimiter, ranges, metadata, and copies, which it may ignore (`GcsDouble.ignores_copies`). It
+checks no signature, and has each bucket that is named.
 """
 
 from __future__ import annotations
