@@ -34,7 +34,7 @@ from ..comm.peers import machine_id
 from ..errors import StorageError
 from ..format.files import digest128
 from ..storage import open_storage
-from ..storage.posix import FileLock, absolute, await_lock, lock_file
+from ..storage.posix import FileLock, await_lock, lock_file
 
 FOLDER = "/dev/shm"
 SLOT_SUFFIX, GENERATION_SUFFIX, _TEMPORARY_SUFFIX = ".slot", ".gen", ".tmp"
@@ -79,7 +79,7 @@ def user_folder(folder: str) -> Path:
 
 def _user_path(folder: str) -> Path:
     # Absolute, because the process may change its working directory later.
-    return Path(absolute(folder)) / f"reshard-ckpt-{os.getuid()}"
+    return Path(os.path.abspath(folder)) / f"reshard-ckpt-{os.getuid()}"
 
 
 def _check_owner(path: Path) -> None:

@@ -12,7 +12,7 @@ from .listed import ListedStorage
 from .local import LocalStorage
 from .memory import MemoryStorage
 from .object_lease import holder_text
-from .posix import MOMENTS_S, LocksUnsupported, absolute
+from .posix import MOMENTS_S, LocksUnsupported
 from .protocol import ABSENT, ANY, Buffer, Document, Hints, Lock, MissingKey, PublishConflict, Storage, Version, Writer
 
 __all__ = [
@@ -51,7 +51,8 @@ _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{1,254}")
 def path_text(path: str | os.PathLike[str]) -> str:
     """Convert a path of a public call to text, and expand a leading ``~`` as a shell does.
 
-    Raise `UsageError` if it is neither a str nor an `os.PathLike`, or the text cannot be a path.
+    Raise `UsageError` if it is neither a str nor an `os.PathLike`, if the text cannot be a path, or if it is relative to a folder
+    that was removed.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
@@ -60,9 +61,14 @@ def path_text(path: str | os.PathLike[str]) -> str:
         )
     try:
         os.fsencode(text)
+        text = os.path.expanduser(text)
+        if _SCHEME.match(text) is None:
+            os.path.abspath(text)
     except UnicodeEncodeError as error:
         raise UsageError(f"{text!r} is not a path: {error}; pass a folder of another name") from None
-    return os.path.expanduser(text)
+    except FileNotFoundError:
+        raise UsageError(f"{text}: the working folder of this process was removed; pass an absolute path") from None
+    return text
 
 
 def resolved_path(path: str | os.PathLike[str]) -> str:
@@ -73,7 +79,7 @@ def resolved_path(path: str | os.PathLike[str]) -> str:
     """
     text = path_text(path)
     if _SCHEME.match(text) is None:
-        return absolute(text)
+        return os.path.abspath(text)
     return "/".join(_place(text)).replace("/", "://", 1) if is_object_path(text) else text
 
 

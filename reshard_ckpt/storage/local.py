@@ -28,7 +28,6 @@ from .posix import (
     Explained,
     FileLock,
     OpenFiles,
-    absolute,
     begin_write_out,
     free_bytes_at,
     lock_file,
@@ -84,7 +83,7 @@ class LocalStorage(Storage):
     """
 
     def __init__(self, root: str | os.PathLike[str], *, timeout_s: float = MOMENTS_S) -> None:
-        self._root, self._timeout_s = absolute(root), timeout_s
+        self._root, self._timeout_s = os.path.abspath(root), timeout_s
         self._open_files = OpenFiles(_MAX_OPEN_FILES)
         self._is_root_durable = False
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from weakref import WeakSet
 
-from ..errors import StorageError, UsageError
+from ..errors import StorageError
 from .protocol import Lock
 
 _MAX_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
@@ -66,14 +66,6 @@ class Explained:
         if isinstance(error, OSError):
             step = _NEXT_STEPS.get(error.errno or 0, "look at the file system, then try again")
             raise StorageError(f"{self._path}: cannot {self._action}: {error.strerror or error}; {step}") from error
-
-
-def absolute(path: str | os.PathLike[str]) -> str:
-    """Make a path absolute; raise a `UsageError` if it is relative to a working folder that was removed."""
-    try:
-        return os.path.abspath(path)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: the working folder of this process was removed; pass an absolute path") from None
 
 
 def sync_folder(folder: str | int) -> None:
