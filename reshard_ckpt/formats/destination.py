@@ -309,9 +309,9 @@ def _remove_leftovers(path: str, own: str) -> None:
                 raise _busy_error(path)
             with lock:
                 shutil.rmtree(entry, ignore_errors=True)
-    # Old content: remove it if the new one is in place, else put it back.
+    # Old content: remove it if the new one is in place, else put it back, also if somebody has made an empty folder there since.
     for entry in (entry for entry, kind in left.items() if kind == "replaced"):
-        if os.path.lexists(path):
+        if _is_occupied(path):
             _remove(entry)
         else:
             os.rename(entry, path)

@@ -788,7 +788,8 @@ def test_there_is_a_whole_checkpoint_at_every_moment_of_a_replacement(tmp_path: 
     assert torch.equal(checkpoint.read(out)["model.layers.0.a"], tensors["layers.0.a"])
 
 
-def test_where_nothing_can_be_swapped_a_cut_between_the_two_moves_is_mended_by_the_next(tmp_path: Path):
+@pytest.mark.parametrize("is_made_anew", [False, True], ids=["", "a job has made the folder since"])
+def test_where_nothing_can_be_swapped_a_cut_between_the_two_moves_is_mended_by_the_next(tmp_path: Path, is_made_anew: bool):
     tensors, out = save_some(tmp_path / "n"), tmp_path / "out"
     checkpoint.convert(tmp_path / "n", out, cast={"model.*": "float64"})
     rename = os.rename
@@ -802,6 +803,8 @@ def test_where_nothing_can_be_swapped_a_cut_between_the_two_moves_is_mended_by_t
         with patch.object(os, "rename", cut), pytest.raises(Cut):
             checkpoint.convert(tmp_path / "n", out, overwrite=True)
         assert not out.exists()
+        if is_made_anew:
+            out.mkdir()
         with pytest.raises(UsageError, match="already exists"):  # it is there again
             checkpoint.convert(tmp_path / "n", out)
         assert torch.equal(checkpoint.read(out)["model.layers.0.a"], tensors["layers.0.a"].double())
