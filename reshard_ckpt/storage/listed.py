@@ -88,7 +88,7 @@ class ListedStorage(FollowedStorage):
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         views = [flat_bytes(buffer) for buffer in buffers]
         end = offset + sum(map(len, views))
-        size = self._files().get(key, 0)
+        size = self._files().get(key, -1)
         is_full = key not in self._heads and len(self._heads) >= MAX_HEADS
         if is_full or end > min(size, HEAD_BYTES):
             self._own.read_into(key, offset, views)

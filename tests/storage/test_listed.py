@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.storage import listed
 from reshard_ckpt.storage.listed import ListedStorage
 from reshard_ckpt.storage.local import LocalStorage
+from reshard_ckpt.storage.protocol import MissingKey, read_range
 
 
 def test_heads_are_kept_up_to_the_limit_and_every_file_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +33,12 @@ def test_heads_are_kept_up_to_the_limit_and_every_file_is_still_read(tmp_path: P
             storage.read_into(name, 2, [memoryview(found)])
             assert found == bytes([number]) * 3
     assert read == names[:4]
+
+
+@pytest.mark.parametrize(("key", "error"), [("none", MissingKey), ("../file", CorruptError)])
+@pytest.mark.parametrize("num_bytes", [0, 1])
+def test_what_is_not_there_is_the_same_error_as_in_the_store_itself(
+    tmp_path: Path, key: str, error: type[Exception], num_bytes: int
+) -> None:
+    with pytest.raises(error):
+        read_range(ListedStorage(LocalStorage(str(tmp_path))), key, 0, num_bytes)
