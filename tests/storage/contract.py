@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from reshard_ckpt.errors import CorruptError, StorageError
-from reshard_ckpt.storage import ABSENT, Document, MissingKey, PublishConflict, Storage
+from reshard_ckpt.storage import ABSENT, Document, LocalStorage, MissingKey, PublishConflict, Storage
+from reshard_ckpt.storage.protocol import copy_file, read_parts
 
 HOSTILE_KEYS = [
     "", "/", "/etc/passwd", "..", "../x", "a/../b", "a/..", ".", "a/./b", "./a", "a//b", "a/", "a\0b", "a\\b", "..\\x", "\ud800",
@@ -149,6 +151,8 @@ class StorageContract:
                 storage.read(key, 10)
             with pytest.raises(MissingKey, match=f"{key}: no such file"):
                 read_range(storage, key, 0, 1)
+            with pytest.raises(MissingKey, match=f"{key}: no such file"):
+                list(read_parts(storage, key, 0, 4))
             assert storage.size(key) is None
 
     def test_read_takes_a_file_of_exactly_the_limit_and_none_larger(self, storage: Storage):
@@ -156,6 +160,15 @@ class StorageContract:
         assert storage.read("f", 100) == bytes(100)
         with pytest.raises(CorruptError, match="f: larger than 99 bytes"):
             storage.read("f", 99)
+
+    def test_a_file_is_read_in_parts_and_copied_over_one_that_is_there(self, storage: Storage, tmp_path: Path):
+        put(storage, "f", DATA)
+        parts = [(at, bytes(part)) for at, part in read_parts(storage, "f", len(DATA), 3000)]
+        assert parts == [(at, DATA[at : at + 3000]) for at in range(0, len(DATA), 3000)]
+        with LocalStorage(tmp_path / "source") as source:
+            put(source, "f", b"new")
+            copy_file(source, "f", storage)
+        assert storage.read("f", 10) == b"new"
 
     def test_read_of_an_empty_file(self, storage: Storage):
         put(storage, "f", b"")
@@ -436,6 +449,17 @@ class LocksContract:
             lock.note(b"a long note")
             lock.note(b"mine")
             assert storage.read("locks/f", 100) == b"mine"
+
+    def test_the_file_of_one_job_is_deleted_while_it_is_locked(self, storage: Storage, monkeypatch: pytest.MonkeyPatch):
+        lease, delete = storage.lease("f", b"process 1", once=True), storage.delete
+
+        def locked(keys: list[str]) -> None:
+            assert storage.lock("f") is None
+            delete(keys)
+
+        monkeypatch.setattr(storage, "delete", locked)
+        lease.release()
+        assert storage.size("f") is None
 
     def test_locked_files_can_be_deleted(self, storage: Storage):
         put(storage, "f")

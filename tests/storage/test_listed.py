@@ -17,7 +17,7 @@ from reshard_ckpt.storage.protocol import MissingKey, read_range
 def test_heads_are_kept_up_to_the_limit_and_every_file_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"{number:02}.bin" for number in range(20)]
     for number, name in enumerate(names):
-        (tmp_path / name).write_bytes(bytes([number]) * 10)
+        (tmp_path / name).write_bytes(bytes(range(number, number + 10)))
     read: list[str] = []
 
     class Counted(LocalStorage):
@@ -31,7 +31,7 @@ def test_heads_are_kept_up_to_the_limit_and_every_file_is_still_read(tmp_path: P
         for number, name in enumerate(names):
             found = bytearray(3)
             storage.read_into(name, 2, [memoryview(found)])
-            assert found == bytes([number]) * 3
+            assert found == bytes(range(number + 2, number + 5))
     assert read == names[:4]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, MissingKey
-from reshard_ckpt.storage.posix import FileLock, lock_file, locked
+from reshard_ckpt.storage.posix import FileLock, OpenFiles, lock_file, locked
 from tests.open_files import open_below
 from tests.reliability.faults import fails, faulty
 from tests.storage.contract import ExclusiveCreateContract, LocksContract, StorageContract, put, read_range
@@ -66,6 +66,8 @@ def test_a_linked_file_is_replaced_or_deleted_itself_and_its_target_is_left(stor
         (root / name).symlink_to(outside / "precious")
     with pytest.raises(StorageError, match="already exists"):
         storage.create("f")
+    with pytest.raises(StorageError, match="symbolic link"):
+        storage.lock("f", make=True)
     storage.publish("g", b"new")
     storage.delete(["h"])
     assert (outside / "precious").read_bytes() == b"precious"
@@ -394,6 +396,19 @@ def test_what_is_no_regular_file_is_not_read_and_not_waited_for(storage: LocalSt
 # --- open files ---
 
 
+def test_a_process_that_gives_up_its_part_leaves_the_parts_of_others(storage: LocalStorage, root: Path):
+    with storage.write_at("f", 4) as writer:
+        writer.write(b"data")
+    for offset in (0, 4):
+        storage.write_at("f", offset).abort()
+    assert (root / "f").read_bytes() == bytes(4) + b"data"
+
+
+def test_a_lease_is_taken_on_a_full_disk(storage: LocalStorage):
+    with faulty("pwrite", None, fails(errno.ENOSPC)), storage.lease("f", b"process 1") as lease:
+        assert lease is not None
+
+
 def test_open_files_are_bounded_and_closed(storage: LocalStorage, root: Path):
     for i in range(200):
         put(storage, f"d/{i}", bytes([i]))
@@ -412,6 +427,19 @@ def test_a_file_read_often_is_opened_once(storage: LocalStorage, monkeypatch: py
     for _ in range(10):
         read_range(storage, "f", 0, 4)
     assert len(opened) == 1
+
+
+def test_the_files_read_last_stay_open_and_a_file_opened_again_keeps_its_first_stamp(tmp_path: Path):
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    for path in (a, b, c):
+        Path(path).write_bytes(b"old")
+    files = OpenFiles(2)
+    opened, first = files.get(a), (files.get(b), files.first_stamp(b))[1]
+    assert files.get(a) is opened
+    files.get(c)  # closes b
+    assert files.get(a) is opened
+    Path(b).write_bytes(b"newer")
+    assert files.get(b).stamp != first == files.first_stamp(b)
 
 
 def test_files_are_not_closed_under_a_reading_thread(storage: LocalStorage):
