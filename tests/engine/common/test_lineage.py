@@ -74,3 +74,6 @@ def test_a_lineage_comes_back(begun):
         line = line.begun(step, newer, own)
         assert own not in line.superseded
     assert LINEAGE.decoded(LINEAGE.encoded([line.run, line.attempt, line.starts, line.superseded]), where="") == line
+    assert line.begun().is_newer(line)
+    assert not line.is_newer(line)
+    assert not Lineage("another run", line.attempt + 1).is_newer(line)

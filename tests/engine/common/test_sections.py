@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reshard_ckpt.engine.common import sections
@@ -56,6 +56,7 @@ def test_sections_cut_anywhere_make_the_file(
 
 
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 6))
+@example([5, 0], 2)
 def test_shares_are_all_parts_in_order_and_nearly_even(sizes: list[int], num: int):
     parts = [share(sizes, rank, num) for rank in range(num)]
     assert [i for part in parts for i in part] == list(range(len(sizes)))
