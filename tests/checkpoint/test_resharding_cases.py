@@ -54,6 +54,14 @@ def nested(size: int, num: int, index: int, inner_num: int, inner: int) -> tuple
     return first + second, rest
 
 
+@pytest.mark.parametrize("dim", [1, -1])
+def test_a_rule_counts_the_dim_of_its_sections_from_either_end(dim: int) -> None:
+    checkpoint.save(cleared(SRC).url, {"w": torch.arange(36).view(6, 6)})
+    catalog = reshard({"tp": 2}, rules={"w": {"tp": f"shard({dim})", "sections": {dim: [4, 2]}}})
+    held = {(shard.file.rank, shard.offsets[1], shard.lengths[1]) for shard in catalog.tensor("w").shards}
+    assert held == {(0, 0, 2), (0, 4, 1), (1, 2, 2), (1, 5, 1)}
+
+
 @pytest.mark.parametrize("first", ["dp", "tp"])
 def test_axes_cut_one_dim_in_the_order_that_the_shards_show(first: str) -> None:
     """13 rows, on dp 2 × tp 3: which axis cuts first makes another layout."""

@@ -482,6 +482,10 @@ def test_a_planner_of_ones_own_renames_and_chooses(tmp_path: Path, call: Any, na
     [
         (HalvingPlanner(), "planner=HalvingPlanner: its transform_object changes what is saved"),
         (AddingPlanner(), "more: planned, but not in the planner's state dict"),
+        *(
+            (type("Own", (torch_dcp.DefaultSavePlanner,), {method: lambda *_: None})(), f"planner=Own: its {method} changes")
+            for method in ("lookup_object", "resolve_data")
+        ),
     ],
 )
 @pytest.mark.parametrize("call", [dcp.save, dcp.async_save])
@@ -492,6 +496,14 @@ def test_a_planner_that_saves_more_than_its_state_dict_is_refused_by_name(tmp_pa
     assert isinstance(error, UnsupportedError)
     assert message in str(error)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_writer_tells_its_save_and_refuses_a_planner_that_does_not_flatten(tmp_path: Path):
+    state, writer = {"a": {"w": torch.ones(2)}}, dcp.ReshardWriter(tmp_path)
+    assert torch_dcp.save(state, storage_writer=writer).storage_meta.save_id == checkpoint.catalog(tmp_path).save_id
+    with pytest.raises(dcp.CheckpointException) as told:
+        torch_dcp.save(state, storage_writer=writer, planner=torch_dcp.DefaultSavePlanner(flatten_state_dict=False))
+    assert "nested dicts are always opened here" in str(told.value.failures[0][0])
 
 
 def test_a_planner_that_chooses_and_keeps_its_plans_is_refused_once_it_does(tmp_path: Path):
