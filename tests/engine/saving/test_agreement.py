@@ -48,13 +48,37 @@ def jobs(draw: st.DrawFn) -> list[list[TensorSpec]]:
     return held
 
 
-def plan_of(held: list[list[TensorSpec]]) -> SavePlan:
+def plan_of(held: list[list[TensorSpec]], *, splits: bool = True) -> SavePlan:
     sent = [
         encode_metadata(describe_local([(spec, torch.empty(0)) for spec in specs], (), None, rank).local_metadata)
         for rank, specs in enumerate(held)
     ]
     tensors, rows, _ = zip(*sent, strict=True)
-    return plan_save(decode_metadata(tensors, rows))
+    return plan_save(decode_metadata(tensors, rows), splits=splits)
+
+
+PLAIN, DECLARED, BUFFER = Replication
+
+
+@pytest.mark.parametrize(
+    ("kinds", "splits", "writers"),
+    [
+        ((DECLARED, DECLARED), True, [0, 1]),
+        ((DECLARED, DECLARED), False, [1]),
+        ((DECLARED, PLAIN), True, [1]),
+        ((PLAIN, PLAIN), True, [1]),
+        ((BUFFER, BUFFER), True, [0]),
+    ],
+)
+def test_only_declared_replicas_are_split_and_the_lowest_rank_writes_a_buffer(
+    kinds: tuple[Replication, Replication], splits: bool, writers: list[int]
+) -> None:
+    def held(name: str, size: int, kind: Replication) -> TensorSpec:
+        return TensorSpec(name, "F32", (size,), (box_piece((0,), (size,), 0, (1,)),), kind)
+
+    own = held("own", 1000, PLAIN)  # so that rank 1 has less to write
+    plan = plan_of([[own, held("w", 1 << 19, kinds[0])], [held("w", 1 << 19, kinds[1])]], splits=splits)
+    assert sorted({*plan.rank[plan.tensor == plan.tables.names.index("w")].tolist()}) == writers
 
 
 @given(jobs())
