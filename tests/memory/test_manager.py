@@ -214,16 +214,15 @@ def test_what_a_kill_kept_from_the_store_is_written_by_the_next_start(
     tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ):
     manager = Manager(tmp_path, memory=memory, persist_every=1)
-    with monkeypatch.context() as patch:
-        patch.setattr("reshard_ckpt.memory.persist.publish", lambda *_: 1 / 0)
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # before the save, whose thread warns when it comes to it
+        patch.setattr("reshard_ckpt.memory.persist.publish", lambda *_, **__: 1 / 0)
         patch.setattr("reshard_ckpt.memory.persist.remove", lambda *_: None)  # who is killed removes nothing
         handle = manager.async_save(7, state(7))
         assert handle.result().num_bytes
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(CheckpointError, match="in memory"):
-                handle.persisted()
-            killed(manager)
+        with pytest.raises(CheckpointError, match="in memory"):
+            handle.persisted()
+        killed(manager)
     assert any((tmp_path / "step_7").rglob("*.safetensors"))  # the files without the catalog
     manager = Manager(tmp_path, memory=memory, persist_every=1000)
     assert loaded(manager) == (7, "memory")
@@ -238,7 +237,7 @@ def test_a_file_that_a_kill_cut_is_written_anew_by_the_command(
     manager = Manager(tmp_path, memory=memory, persist_every=1)
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr("reshard_ckpt.memory.persist.publish", lambda *_: 1 / 0)
+        patch.setattr("reshard_ckpt.memory.persist.publish", lambda *_, **__: 1 / 0)
         patch.setattr("reshard_ckpt.memory.persist.remove", lambda *_: None)  # who is killed removes nothing
         manager.async_save(7, state(7)).result()
         killed(manager)
