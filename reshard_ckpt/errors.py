@@ -34,7 +34,7 @@ def visible(text: str) -> str:
 
 
 class CheckpointError(Exception):
-    """Base of every error that this package raises on purpose. Its text is `visible`."""
+    """Base of every error that this package raises on purpose. Its text has control characters escaped (`visible`)."""
 
     def __str__(self) -> str:
         return visible(Exception.__str__(self))  # a `rebuilt` error has another class after this

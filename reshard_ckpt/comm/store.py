@@ -306,7 +306,10 @@ class StoreComm:
                 self._store.on_worker(partial(self._leave, number, num_others))
 
     def _leave(self, number: int, num_others: int, store: KeyValueStore) -> None:
-        """Count `number` ranks as gone. The last of `num_others` ranks tells rank 0; whoever completes the count deletes all."""
+        """Count `number` more ranks as having left the session. The rank that completes the count deletes the session's keys.
+
+        The last of the `num_others` ranks that rank 0 waits for tells rank 0.
+        """
         told, num_left = divmod(store.add("left", number if self.rank else TOLD), TOLD)
         if self.rank and num_left - number < num_others <= num_left:
             store.set("gone", b"")
@@ -369,7 +372,7 @@ class StoreComm:
         return "/".join(map(str, (self._step, *parts)))
 
     def _arrive(self, payload: bytes, *, shown: bool = False) -> None:
-        """Append this rank's message to the step's inbox. The last rank rings the bell."""
+        """Append this rank's message to the step's inbox. The last rank sets the key that rank 0 waits for, the bell."""
         self._stop_if_over()
         separate = len(payload) > _INLINE_BYTES and self.rank != 0
         if separate:

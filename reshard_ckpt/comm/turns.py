@@ -98,9 +98,9 @@ class Meeting(NodeComm):
 
 
 class Turn:
-    """One turn of this rank: a place in the order of sessions at which ranks meet, and may open a session.
+    """One turn of this rank: it meets the other ranks, and all open a session (send messages) only if one of them needs it.
 
-    `place` is None if this process is on its own.
+    `place` is the turn's place in the order of all sessions; None if this process is on its own.
     """
 
     def __init__(self, place: Place[Meeting] | None) -> None:

@@ -176,11 +176,11 @@ def _new_prefix(dst: str, src: Sequence[str], held: list[Lock], identity: str | 
 
 @contextmanager
 def _filled(storage: Storage, found: Set[str], note: str, held: list[Lock], *, goes_on: bool = False) -> Iterator[None]:
-    """Hold the lease of a prefix while it is filled, and add it to `held`. If the block raises, delete its files.
+    """Hold the lease of a prefix while the block fills it, and add the lease to `held`. If the block raises, delete the files.
 
-    The keys `found` there are of a killed conversion. They are deleted first, unless the block goes on with a whole checkpoint,
-    which then stays in any case. Raise `StorageError` if another conversion is under way, or has begun or ended since the keys
-    were found.
+    A killed conversion left the keys `found`, if there are any. They are deleted first. With `goes_on` they are those of a whole
+    checkpoint and stay, also if the block raises. Raise `StorageError` if another conversion is under way, or has begun or ended
+    since the keys were found.
     """
     with _leased(storage, note) as lease:
         now = _keys(storage)

@@ -42,7 +42,7 @@ class NewPart:
     run
         None if the part is literal bytes alone; `num_bytes` is 0 then.
     after
-        Returns the bytes behind the run, given the CRC-32 of the run; their number does not depend on it.
+        Returns the bytes behind the run, given the CRC-32 of the run; any CRC-32 gives the same number of bytes.
     """
 
     run: Run | None
@@ -52,7 +52,7 @@ class NewPart:
 
     @property
     def size(self) -> int:
-        """The size of this part in the file, in bytes: its run and the literal bytes around it."""
+        """The size of this part in the file, in bytes: its run, and the bytes before and after the run."""
         return len(self.before) + self.num_bytes + (len(self.after(0)) if self.after else 0)
 
 
@@ -63,7 +63,7 @@ class NewFile:
     Attributes
     ----------
     end
-        Returns the last bytes of the file, given the CRC-32 of the run of each part; their number does not depend on it.
+        Returns the last bytes of the file, given the CRC-32 of each part's run; any CRC-32s give the same number of bytes.
     """
 
     key: str
@@ -147,8 +147,8 @@ def _write_section(
 ) -> tuple[Section, dict[int, int]] | None:
     """Write some consecutive parts of a file.
 
-    Return the `Section`, for rank 0 to join, and a dict from part numbers to the CRC-32 of the part's run (empty if the file has
-    no `end`). Return None if the parts are the whole file: then the file is finished here, and its digests go to `notes`.
+    If they are all parts, finish the file, put its digests into the store `notes`, and return None. Else return the `Section`,
+    which rank 0 joins with others, and a dict from part numbers to the CRC-32 of the part's run (empty if the file has no `end`).
     """
     offsets = file.offsets
     is_whole = (parts.start, parts.stop) == (0, len(file.parts))

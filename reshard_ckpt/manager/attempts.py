@@ -42,7 +42,7 @@ class Attempt:
 
 
 class AttemptLog:
-    """The attempts of a run; the last one is that of this process.
+    """The log of a run's attempts (`Attempt`: from a start of the job to its end); this process is in the last one.
 
     Parameters
     ----------

@@ -80,7 +80,7 @@ class Generation:
         return f"{self.run}-{self.attempt:08d}-{self.step:012d}-{self.number:08d}-{self.save_id}{GENERATION_SUFFIX}"
 
     def encoded(self) -> bytes:
-        """Return the bytes of the generation file, which are also sent to other ranks."""
+        """Encode this description of a save as the bytes of its generation file, which are also sent to other ranks."""
         holders = {key: list(nodes) for key, nodes in self.holders.items()}
         fields = [self.run, self.attempt, self.step, self.number, self.save_id, self.catalog, holders, list(self.older)]
         return NOTE.encoded(fields)

@@ -246,7 +246,11 @@ def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
 
 
 def _verified(comm: Comm, folder: Path, topology: Topology, generation: Generation) -> tuple[str, Mapping[str, Sequence[int]]]:
-    """Let each node verify its files of a generation. Return the damage as a line (empty if whole), and the files' owners."""
+    """Let each node verify the files that it has of a generation (a checkpoint in memory). Collective.
+
+    Return a line about files that are whole on no node (empty if there are none), and for each other file the ranks of the nodes
+    that have it whole.
+    """
     local = topology.ranks_of[topology.node_of[comm.rank]]
     with closing(NodeImages(folder, generation.save_id)) as images:
         own_keys = sorted(images.keys() & frozenset(generation.holders))[local.index(comm.rank) :: len(local)]

@@ -37,7 +37,7 @@ class Topology:
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank: the ranks that hold copies of its files, one on each node that holds the copies of its node."""
+        """For each rank: the ranks that hold copies of its files, one rank on each node that holds copies for the rank's node."""
         holders = copy_holders(self.machines, self.copies)
         out = []
         for rank, node in enumerate(self.node_of):

@@ -196,7 +196,7 @@ class ParamSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerView:
-    """An optimizer, or its state dict by number, with the owners of its parameters.
+    """An optimizer, or its state dict whose keys are the numbers of parameters, with the FQNs of its parameters (`Owner`).
 
     Attributes
     ----------

@@ -94,7 +94,7 @@ class Router:
             part.finish(routed.get(id(part), {}), missed)
 
     def _route(self, values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Divide values by the part of the state that they belong to: ``{id(part): {name: value}}``."""
+        """Find the part of the state that takes each value, by the value's name; return ``{id(part): {name: value}}``."""
         routed: dict[int, dict[str, Any]] = {}
         for name, value in values.items():
             if not any(name == p or name.startswith(f"{p}.") for p in self.prefixes):

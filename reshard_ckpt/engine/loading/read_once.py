@@ -394,9 +394,9 @@ class _SharedWindows(Mover):
         self._pool.shutdown(cancel_futures=True)
 
     def changed(self) -> set[int]:
-        """Return the indices of the targets that messages have changed.
+        """Return the indices of the targets that boxes from other ranks have changed.
 
-        It first ends the reading threads, which change targets too.
+        It first ends the reading threads, which put boxes that this rank reads into targets: see `Reader.changed`.
         """
         self.__exit__()
         return super().changed()

@@ -60,7 +60,10 @@ def encode_changes(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> byte
 
 
 def decode_changes(data: Any, dtype: Any) -> tuple[I64, np.ndarray[Any, Any], int]:
-    """Decode the part at the start of `data`. Return the indices of its changed elements, these elements, and its size."""
+    """Decode the changes of one box, which `data` begins with.
+
+    Return the indices of the changed elements in the box, their new values, and the number of bytes that were decoded.
+    """
     at = _HEAD.size + _HEAD.unpack_from(data)[0]
     gaps = np.frombuffer(zlib.decompress(data[_HEAD.size : at]), np.uint8)
     is_changed = gaps != _FAR

@@ -39,7 +39,7 @@ class Item(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A run to append to the files of one rank of a group; `output` is the index of this rank in the group."""
+    """A run to append to the files of one rank, and the bytes of one element; `output` is the index of the rank in its group."""
 
     output: int
     run: Run

@@ -172,9 +172,9 @@ class Staging:
         return [run for run, _ in items], [LocalRun(whole, at, run.num_bytes) for run, at in items]
 
     def copied_items(self, local_shards: LocalShards) -> tuple[LocalShards, RunColumns]:
-        """Return local shards and items that stand for the copies in the ring: each item is a row of its own.
+        """Return local shards whose memory is the ring, and items for them: each copied item is a row of its own.
 
-        The ring must hold all images.
+        The ring must be large enough for all of this rank's files at once.
         """
         rows = []
         for (row, _, _), run, at in zip(self._columns.rows(), self._items, self._item_at, strict=True):

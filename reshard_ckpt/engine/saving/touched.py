@@ -205,7 +205,7 @@ class Picked:
     bits: Mapping[int, int]
 
     def restored(self, found: Unchanged) -> Unchanged:
-        """Convert the unchanged and the written parts of the new items to parts of the plan's items."""
+        """Convert the parts that `find_unchanged` found in the items of `pick` to parts of the items of the save's plan."""
         written = found.written
         # num[i]: the number of runs in item i if it is a pack, else 0; first[i]: the first of them.
         num = np.bincount(self.runs.local, minlength=len(self.origin))

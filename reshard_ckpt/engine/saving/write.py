@@ -251,7 +251,7 @@ class ShardFileWriter:
         self._writer = storage.create(layout.key)
 
     def write(self, chunk: memoryview) -> None:
-        """Append bytes to the file. Rows to be packed are passed unpacked; this method packs them."""
+        """Append bytes to the file. Pass all rows as they are; rows stored in 8 or 4 bits an element are packed here."""
         for stored, plain in [(chunk, chunk)] if self._packer is None else self._packer.add(chunk):
             self._hasher.update(memoryview(plain))
             if self._sha256 is not None:

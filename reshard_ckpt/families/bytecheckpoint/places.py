@@ -35,7 +35,7 @@ FlatParams = Mapping[str, tuple[FlatPart, ...]]
 
 
 def flat_params(notes: Any, where: str) -> FlatParams:
-    """Read the flat parameters from a model's metadata; empty if it has no flat parameters.
+    """Read the flat parameters from `notes`, the ``user_defined_dict`` of a model's metadata; empty if it has none.
 
     Raise `CorruptError` if the notes contradict each other.
     """

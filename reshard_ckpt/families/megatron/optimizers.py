@@ -245,9 +245,9 @@ def _tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def unplaced_state(node: Node, catalog: Catalog) -> list[str]:
-    """Return a line for each saved tensor of state (``exp_avg`` of a parameter) for which a distributed optimizer has none.
+    """Return a line for each saved state, such as the ``exp_avg`` of a parameter, that the distributed optimizers lack.
 
-    Only parameters whose master weight this optimizer holds are looked at.
+    Only parameters whose master weights they hold are looked at.
     """
     leaves_of = [leaf for leaf in leaves(node, children) if isinstance(leaf, DistributedLeaf)]
     wanted = {entry.name for leaf in leaves_of for entry in leaf.entries}

@@ -93,7 +93,7 @@ class HeadParser:
 
 
 def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
-    """Parse the head of a chunk: return the byte at which the storage begins, and the layout of the tensor."""
+    """Parse the first bytes of a chunk, a tensor's file; return the byte at which its storage begins, and the tensor's layout."""
     view: PickledTensor | None = None
     order = b"little"
     at = 0
