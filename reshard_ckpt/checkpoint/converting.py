@@ -195,7 +195,7 @@ def convert(
         ``"safetensors"``: a folder that Hugging Face's libraries load. ``"torch"``: one file that
         ``torch.load(weights_only=True)`` reads. ``"dcp"``: a folder for ``torch.distributed.checkpoint``. ``"megatron"``: the
         folder of one iteration for Megatron-Core. ``"reshard"``: this library's own format. By default ``"torch"`` if `dst` ends
-        in ``.pt`` or ``.pth``, else ``"safetensors"``.
+        in ``.pt`` or ``.pth``, else ``"safetensors"``; a `dst` that ends in ``.safetensors`` is refused without `to`.
     max_shard_size
         The size of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
     optimizer
