@@ -3,15 +3,16 @@
 A bucket is the flat memory of one rank's parameters, and does not say which parameters lie where. But a master weight that is
 rounded to the dtype of the model is the weight itself. So:
 
-1. Round the master weights of each bucket. Search the result for the bytes of each chunk of the model, the largest chunks first.
-2. If a chunk fits in exactly one place, and no larger chunk has taken that place, the chunk is proved to lie there. The moments
-   of the chunk lie at the same place in their own buckets. A replica in another bucket must have the same master weights.
-3. A chunk is not proved if it fits nowhere or in several places, if another chunk of the same size fits in its place, or if a
-   larger chunk that is not proved may lie there. Layers whose elements are all 1 are such chunks. The state of their parameters
+1. Round the master weights of each bucket. Search the result for the bytes of each part of a parameter, the largest parts
+   first.
+2. If a part fits in exactly one place, and no larger part has taken that place, the part is proved to lie there. The moments of
+   the part lie at the same place in their own buckets. A replica in another bucket must have the same master weights.
+3. A part is not proved if it fits nowhere or in several places, if another part of the same size fits in its place, or if a
+   larger part that is not proved may lie there. Layers whose elements are all 1 are such parts. The state of their parameters
    becomes unreadable, with an error for each name.
 
 This reads all weights and master weights, one bucket at a time. If the caller knows which rank a bucket belongs to (`MayHold`),
-only the chunks of that rank are searched for in it.
+only the parts of that rank are searched for in it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .names import MASTER, MODEL, OPTIMIZER, is_bucket
 
 MAX_PLACES = 256
 MayHold = Callable[[str, Part], bool]
-"""A function of the prefix of a bucket's names and a chunk of the model: whether that chunk may lie in that bucket."""
+"""A function of the prefix of a bucket's names and a part of a parameter: whether that part may lie in that bucket."""
 Claim = tuple[int, int]
 """The index of a parameter, and the index of one of its parts (boxes in a file)."""
 
@@ -45,7 +46,7 @@ def name_buckets(builder: CatalogBuilder, storage: Storage, may_hold: MayHold = 
     builder
         Has all tensors of the checkpoint: the buckets, and the weights under ``model.``.
     may_hold
-        Tells which buckets to search for a chunk; by default, all of them.
+        Tells which buckets to search for a part of a parameter; by default, all of them.
     """
     buckets: dict[str, dict[str, ForeignTensor]] = {}
     for name in [name for name in builder.tensors if is_bucket(name)]:
@@ -78,14 +79,16 @@ def name_buckets(builder: CatalogBuilder, storage: Storage, may_hold: MayHold = 
 
 @dataclass(slots=True)
 class _Search:
-    """The search for the chunks of the model in buckets, and the places that it has found so far.
+    """Searches the master weights of buckets for the parts of parameters, and keeps the places found so far.
+
+    The module's docstring says when a part is proved to lie at a place.
 
     Attributes
     ----------
     places
-        For each proved part: the prefix of its bucket, and its first element there.
+        Maps each proved part to the prefix of its bucket's names, and to its first element in the bucket.
     masters
-        For each proved part: the SHA-256 of its master weights.
+        Maps each proved part to the SHA-256 of its master weights.
     unproved
         The parts that fit somewhere, but are not proved to lie there.
     """
@@ -99,7 +102,7 @@ class _Search:
     unproved: set[Claim] = field(default_factory=set)
 
     def search(self, prefix: str, master: ForeignTensor) -> None:
-        """Search the master weights of one bucket for every chunk of the model that may lie in it; add proved places."""
+        """Search the master weights of one bucket for every part of a parameter that may lie in it; add proved places."""
         if sum(part.num_elements for part in master.parts) != prod(master.shape):
             raise CorruptError(
                 f"{self.storage.url}: {master.name} of shape {master.shape} has parts of another size; use another checkpoint"
@@ -109,7 +112,7 @@ class _Search:
             data = torch.frombuffer(self._bytes(part, master), dtype=weights.dtype)
             weights[part.offsets[0] : part.offsets[0] + part.num_elements] = data
         # weights: the bucket's master weights as one vector. rounded: their bytes in each dtype of the model.
-        # fits: by number of elements, the chunks that fit somewhere in the bucket, with the first elements of their places.
+        # fits: by number of elements, the parts that fit somewhere in the bucket, with the first elements of their places.
         rounded: dict[str, bytes] = {}
         fits: dict[int, list[tuple[Claim, list[int]]]] = {}
         for i, parameter in enumerate(self.parameters):
@@ -120,12 +123,12 @@ class _Search:
                 places = list(_places(rounded[parameter.dtype], bytes(self._bytes(part, parameter)), each))
                 if places:
                     fits.setdefault(part.num_elements, []).append(((i, j), places))
-        # taken: elements where a chunk is proved to lie. doubtful: elements where a chunk may lie that is not proved.
-        # Larger chunks go first, because a small one can also fit by chance inside of a larger one.
+        # taken: elements where a part is proved to lie. doubtful: elements where a part may lie that is not proved.
+        # Larger parts go first, because a small one can also fit by chance inside of a larger one.
         taken, doubtful = np.zeros(weights.numel(), bool), np.zeros(weights.numel(), bool)
         for size in sorted(fits, reverse=True):
             free = [(claim, [at for at in places if not taken[at : at + size].any()]) for claim, places in fits[size]]
-            # wanted[e]: how many candidate places, of all chunks of this size, cover element e
+            # wanted[e]: how many candidate places, of all parts of this size, cover element e
             wanted = np.zeros(len(taken), np.int64)
             for _, places in free:
                 for at in places:
@@ -141,7 +144,7 @@ class _Search:
                     (taken if sure else doubtful)[at : at + size] = True
 
     def _prove(self, claim: Claim, prefix: str, at: int, weights: torch.Tensor) -> None:
-        """Note that a chunk is proved to lie in a bucket; a replica in another bucket must have the same master weights."""
+        """Note that a part is proved to lie in a bucket; a replica in another bucket must have the same master weights."""
         master = hashlib.sha256(weights.numpy().tobytes()).digest()
         if self.masters.setdefault(claim, master) != master:
             self.unproved.add(claim)
@@ -153,17 +156,17 @@ class _Search:
         return data
 
 
-def _places(weights: bytes, chunk: bytes, each: int) -> Iterator[int]:
-    """Yield the places of a chunk's bytes in a bucket's weights, in elements of `each` bytes.
+def _places(weights: bytes, part: bytes, each: int) -> Iterator[int]:
+    """Yield the places of a part's bytes in a bucket's weights, in elements of `each` bytes.
 
     At most `MAX_PLACES` are yielded, because several places prove nothing.
     """
-    at, count = weights.find(chunk), 0
+    at, count = weights.find(part), 0
     while at >= 0 and count < MAX_PLACES:
         if at % each == 0:
             count += 1
             yield at // each
-        at = weights.find(chunk, at + 1)
+        at = weights.find(part, at + 1)
 
 
 def _moved(
