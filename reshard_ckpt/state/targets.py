@@ -181,8 +181,9 @@ class TreeTarget:
                     self._check_kept(row.name, row.path)
 
     @cached_property
-    def _tensor_names(self) -> Prefixes:
-        return Prefixes(self._tensors)
+    def _module_names(self) -> Prefixes:
+        """The names of tensors and of extra state in this tree. They begin with the names of the modules that this rank has."""
+        return Prefixes((*self._tensors, *(name for name in self._slots if EXTRA_STATE in name)))
 
     def _nodes(self, path: Path) -> list[Any]:
         """Return the nodes of the tree along a path: its root first, and the node at the path last."""
@@ -305,9 +306,9 @@ class TreeTarget:
         return None
 
     def _lacks_module_of(self, name: str) -> bool:
-        """Tell whether a value is extra state of a module without a tensor in this tree, such as one of another stage."""
+        """Tell whether a value is extra state of a module that has neither tensors nor extra state in this tree."""
         module, dot, _ = f"{name}.".partition(f".{EXTRA_STATE}.")
-        return bool(dot) and module.startswith(self.name) and not self._tensor_names.include(module)
+        return bool(dot) and module.startswith(self.name) and not self._module_names.include(module)
 
     def _is_elsewhere(self, path: Path, *, with_dicts: bool = False) -> bool:
         """Tell whether a path leads through None or an empty list, which may stand for a stage or optimizer of other ranks.

@@ -173,7 +173,7 @@ def match_extra_states(trees: Sequence[Tree], saved: Container[str], is_apart: C
     for tree in trees:
         rows: list[Entry] = []
         for row in tree.rows:
-            row = _joined(row, saved) if EXTRA_STATE in row.name else row
+            row = _joined(row, saved, is_apart) if EXTRA_STATE in row.name else row
             if row.kind is not Kind.VALUE or not rows or rows[-1].name != row.name:  # rows that were joined are adjacent
                 rows.append(row)
             for state in row.value if row.kind is Kind.MODULES else ():
@@ -188,10 +188,13 @@ def match_extra_states(trees: Sequence[Tree], saved: Container[str], is_apart: C
     return found
 
 
-def _joined(row: Entry, saved: Container[str]) -> Entry:
-    """Return one row for the whole extra state that a row is a part of, if it was saved as one value; else the row itself."""
-    above = (row.path[:i] for i, step in enumerate(row.path, 1) if str(step).endswith(EXTRA_STATE))
-    path = next((path for path in above if name_of(path) in saved), None)
+def _joined(row: Entry, saved: Container[str], is_apart: Callable[[str], bool]) -> Entry:
+    """Return one row for the whole extra state that a row is a part of, if it was saved as one value; else the row itself.
+
+    If one rank saved None and another rank saved parts, it was saved in parts.
+    """
+    above = (row.path[:i] for i, step in enumerate(row.path, 1) if f".{step}".endswith(f".{EXTRA_STATE}"))
+    path = next((path for path in above if (name := name_of(path)) in saved and not is_apart(name)), None)
     if path is None or row.kind not in (Kind.TENSOR, Kind.VALUE):
         return row
     return Entry(name_of(path), path, Kind.VALUE, row.value)

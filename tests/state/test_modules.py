@@ -191,6 +191,30 @@ def test_a_tensor_whose_name_ends_like_extra_state_is_a_tensor(tmp_path: Path):
     assert target.my_extra_state.tolist() == [5.0] * 3
 
 
+def test_a_key_of_a_dict_that_ends_like_extra_state_is_a_plain_key(tmp_path: Path):
+    checkpoint.save(tmp_path, {"notes": {"my_extra_state": 5}})
+    for into in ({"a": 1, "b": torch.zeros(2)}, torch.zeros(2)):
+        with pytest.raises(MismatchError, match=r"notes\.my_extra_state"):
+            checkpoint.load(tmp_path, {"notes": {"my_extra_state": into}})
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_extra_state_that_one_rank_saved_as_nothing_loads_from_the_other_ranks(nothing: dict[str, Any] | None):
+    extra = {"n": 7, "scale": torch.arange(1.0, 4.0)}
+    saved = save([capture({"model": {"_extra_state": each}}) for each in (nothing, extra)])
+    target = {"_extra_state": {"n": 0, "scale": torch.zeros(3)}}
+    load(saved, {"model": target})
+    assert encode_value(target["_extra_state"], "") == encode_value(extra, "")
+
+
+@pytest.mark.parametrize(("size", "held"), [(1, None), (1, {}), (1, {"a": 0}), (2, {}), (2, {"a": 0})])
+def test_extra_state_of_a_module_without_tensors_loads_into_the_entry_of_a_state_dict(size: int, held: dict[str, int] | None):
+    saved = save([capture({"model": {"counter._extra_state": {"a": 1, "b": 2}}})])
+    target = {"counter._extra_state": held}
+    load(saved, {"model": target}, rank=0, size=size)
+    assert target == {"counter._extra_state": {"a": 1, "b": 2}}
+
+
 def test_tensors_that_a_hook_made_are_given_back_through_load_state_dict():
     saved = save([capture({"model": nn.Sequential(Halved(3.0))})])
     assert saved.tensors["model.0.weight"].dtype == torch.float32
