@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -67,8 +67,6 @@ def weight_files(storage: Storage, suffix: str, *, main: str, others: bool = Tru
         Whether to list files of all names if there is no index. If False, list only `main`, or else only numbered parts, or
         else all: a trainer leaves other things in files of this ending.
     """
-    if others and (link := broken_link(storage.url, suffix)):
-        raise CorruptError(link)
     keys = top_level(storage)
     indices = [key for key in keys if key.endswith(suffix + INDEX)]
     if len(indices) > 1 and main + INDEX not in indices:
@@ -80,12 +78,21 @@ def weight_files(storage: Storage, suffix: str, *, main: str, others: bool = Tru
             raise UsageError(
                 f"{storage.url}: has {main} and {index}, which does not name it; keep those of one model in the folder"
             )
+        _refuse_broken_links(storage, found.names.__contains__)
         return found
     files = [key for key in keys if key.endswith(suffix)]
     if not others:
         files = [main] if main in files else [key for key in files if _PART.fullmatch(key.removesuffix(suffix))] or files
+    elif files:  # without any, the folder may hold a model in files of another kind
+        _refuse_broken_links(storage, lambda name: name.endswith(suffix) and not name.startswith("."))
     _check_parts(storage, files, suffix)
     return WeightFiles(dict.fromkeys(files)) if files else None
+
+
+def _refuse_broken_links(storage: Storage, counts: Callable[[str], bool]) -> None:
+    """Raise `CorruptError` if a link in the folder is broken whose name counts as that of a weight file."""
+    if link := broken_link(storage.url, counts):
+        raise CorruptError(link)
 
 
 def is_shard(key: str) -> bool:

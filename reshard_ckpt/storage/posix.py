@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from weakref import WeakSet
@@ -141,14 +141,14 @@ def stamp_of(status: os.stat_result) -> object:
     return status.st_mtime_ns, status.st_size
 
 
-def broken_link(path: str, suffix: str = "") -> str | None:
-    """Describe, for a message, a symbolic link whose target is missing: the path itself, or a file in it that ends in `suffix`.
+def broken_link(path: str, counts: Callable[[str], bool] = lambda name: True) -> str | None:
+    """Describe, for a message, a symbolic link whose target is missing: the path itself, or a link in it whose name counts.
 
     Return None if there is none. Caches of downloads hold such links once their files were removed.
     """
     places = [path]
     with suppress(OSError):  # not a folder
-        places += sorted(os.path.join(path, name) for name in os.listdir(path) if name.endswith(suffix))
+        places += sorted(os.path.join(path, name) for name in os.listdir(path) if counts(name))
     link = next((place for place in places if os.path.islink(place) and not os.path.exists(place)), None)
     if link is None:
         return None

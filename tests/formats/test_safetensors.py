@@ -220,6 +220,21 @@ def test_a_link_of_a_snapshot_whose_blob_is_gone_is_named(tmp_path: Path, names:
             checkpoint.read(path)
 
 
+@pytest.mark.parametrize("link", ["consolidated.safetensors", ".#model.safetensors"])
+def test_a_broken_link_that_is_no_file_of_the_model_is_passed_over(tmp_path: Path, link: str):
+    save_file({"w": torch.arange(3.0)}, tmp_path / "a.safetensors")
+    if not link.startswith("."):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    (tmp_path / link).symlink_to("gone")
+    assert checkpoint.read(tmp_path)["model.w"].tolist() == [0, 1, 2]
+
+
+def test_a_broken_link_to_safetensors_leaves_the_torch_file_beside_it(tmp_path: Path):
+    torch.save({"w": torch.arange(3.0)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").symlink_to("gone")
+    assert checkpoint.read(tmp_path)["model.w"].tolist() == [0, 1, 2]
+
+
 def test_untied_weights_must_both_be_there(tmp_path: Path):
     save_file({"embed.weight": torch.ones(6, 4)}, tmp_path / "model.safetensors")
     model = Tied()
