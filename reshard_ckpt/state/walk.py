@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,8 +183,10 @@ def match_extra_states(trees: Sequence[Tree], saved: Container[str], is_apart: C
                     owner = takers[entry.name][1] if entry.name in takers else None
                     if owner is not None and entry.name not in saved and is_apart(entry.name):
                         del takers[entry.name]
-                        found.append(Tree(entry.path, entry.value, [], owner.set_extra_state))
-                        _add(found[-1].rows, entry.value, entry.path, (), steps)
+                        # A copy: `set_extra_state` may clear the module's own dict, and then fill it from its argument.
+                        root = copy(entry.value) if isinstance(entry.value, dict | list) else entry.value
+                        found.append(Tree(entry.path, root, [], owner.set_extra_state))
+                        _add(found[-1].rows, root, entry.path, (), steps)
         tree.rows = rows
     return found
 

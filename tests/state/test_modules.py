@@ -161,6 +161,19 @@ def test_extra_state_of_a_module_and_of_its_state_dict_load_into_each_other(tmp_
         assert target[0].weight.tolist() == found["0.weight"].tolist() == [[1.0] * 2] * 2
 
 
+@pytest.mark.parametrize("ignore", [[], ["model._extra_state*"]], ids=["loaded", "ignored"])
+def test_extra_state_that_a_module_takes_into_its_own_dict_is_not_lost(tmp_path: Path, ignore: list[str]):
+    class Refilled(Stateful):
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.extra.clear()
+            self.extra.update(state)
+
+    checkpoint.save(tmp_path, {"model": Stateful({"n": 7}).state_dict()})
+    target = Refilled({"n": 0})
+    checkpoint.load(tmp_path, {"model": target}, ignore=ignore)
+    assert target.extra == {"n": 0 if ignore else 7}
+
+
 def test_a_strict_load_names_extra_state_of_a_module_that_the_state_lacks(tmp_path: Path):
     class Counter(nn.Module):
         """A module without tensors."""
