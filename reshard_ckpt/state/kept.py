@@ -162,9 +162,9 @@ def find_facts(trees: Sequence[Tree]) -> StateFacts | None:
     try:
         looks, strides = list(map(_LOOKS, memories)), list(map(torch.Tensor.stride, memories))
         addresses = list(map(torch.Tensor.data_ptr, memories))
-        # Freed memory makes a storage smaller, and the description refuses that.
+        # The description refuses freed memory, which makes a storage smaller, and a tensor with elements at a null address.
         storages: list[Any] = [*map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, memories))]
-        storages += map(torch.Tensor.storage_offset, memories)
+        storages += (*map(torch.Tensor.storage_offset, memories), addresses.count(0))
     except RuntimeError:  # memory that is not strided, or none at all
         return None
     if any(map(torch.Tensor.is_neg, memories)) or any(dtype.is_complex for dtype in {dtype for _, dtype, *_ in looks}):

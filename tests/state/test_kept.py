@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.errors import UnsupportedError
 from reshard_ckpt.state import kept
 from reshard_ckpt.state.capture import Captured, capture
 from tests.launch import on_ranks
@@ -254,6 +255,12 @@ def test_what_is_kept_holds_no_part_of_the_state() -> None:
     del state, model
     gc.collect()
     assert not [ref() for ref in living if ref() is not None]
+
+
+def test_a_tensor_without_memory_is_refused_although_the_facts_are_those_of_an_earlier_save() -> None:
+    capture({"x": torch.arange(5.0), "empty": torch.zeros(0)})
+    with pytest.raises(UnsupportedError, match="x: its memory was freed"):
+        capture({"x": torch._to_functional_tensor(torch.arange(5.0)), "empty": torch.zeros(0)})
 
 
 def test_states_of_the_same_facts_are_saved_with_their_own_bytes(tmp_path: Any) -> None:
