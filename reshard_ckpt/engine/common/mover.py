@@ -142,8 +142,8 @@ class Mover:
         # out[i], into[i]: whether this rank sends, or gets, part i; both, if it takes the part from itself
         out, into = transfers.owner == rank, transfers.taker == rank
         self._own = np.flatnonzero(out & into)
-        self._sends = _Schedule(transfers, out & ~into, transfers.taker, (num_rounds, size))
-        self._receives = _Schedule(transfers, into & ~out, transfers.owner, (num_rounds, size))
+        self._sends = _Schedule(transfers, out & ~into, transfers.taker, size)
+        self._receives = _Schedule(transfers, into & ~out, transfers.owner, size)
         self._views: dict[tuple[Hashable, ...], list[tuple[View, View]]] = {}
         self._keeps = keeps_views and len(wire) <= MAX_VIEWS
         self.received_bytes = int(self._bytes[into & ~out].sum())
@@ -250,15 +250,14 @@ def _message_addresses(memory: Sequence[torch.Tensor], starts: Sequence[int]) ->
 class _Schedule:
     """The parts that this rank sends (or receives), sorted by round, then by the other rank, then by their place in the message.
 
-    `peer` is the rank at the other end of each part, `shape` the numbers of rounds and of ranks.
+    `peer` is the rank at the other end of each part, `size` the number of ranks.
     """
 
-    def __init__(self, transfers: Transfers, chosen: Mask, peer: I64, shape: tuple[int, int]) -> None:
+    def __init__(self, transfers: Transfers, chosen: Mask, peer: I64, size: int) -> None:
         rows = np.flatnonzero(chosen)
         rows = rows[lex_order(transfers.round[rows], peer[rows])]
         self._rows, self._peer, self._round, self._bytes = rows, peer[rows], transfers.round[rows], transfers.num_bytes[rows]
-        self._sizes = np.zeros(shape, np.int64)
-        np.add.at(self._sizes, (self._round, self._peer), self._bytes)
+        self._size = size
 
     def _of(self, number: int) -> slice:
         return slice(*np.searchsorted(self._round, [number, number + 1]).tolist())
@@ -266,7 +265,7 @@ class _Schedule:
     def by_peer(self, number: int) -> list[list[int]]:
         """Return, for each rank at the other end, the indices of its parts in a round, in the order of the message."""
         part = self._of(number)
-        return [self._rows[part][self._peer[part] == rank].tolist() for rank in range(self._sizes.shape[1])]
+        return [self._rows[part][self._peer[part] == rank].tolist() for rank in range(self._size)]
 
     def rows(self, number: int) -> I64:
         """Return the indices of all parts of a round, in order."""
@@ -274,7 +273,10 @@ class _Schedule:
 
     def sizes(self, number: int) -> list[int]:
         """Return, for each rank at the other end, how many bytes of a round go between it and this rank."""
-        sizes: list[int] = self._sizes[number].tolist()
+        part = self._of(number)
+        total = np.zeros(self._size, np.int64)  # not a table of all rounds: with many ranks it would be large
+        np.add.at(total, self._peer[part], self._bytes[part])
+        sizes: list[int] = total.tolist()
         return sizes
 
     def places(self, number: int, starts: Sequence[int]) -> list[tuple[int, int, int]]:
