@@ -121,11 +121,11 @@ def _what_is_there(storage: Storage) -> str:
     # A run is looked for first, as listing all files of a run may take long.
     if (run := describe_run(storage)) is not None:
         return run
-    if link := broken_link(storage.url):
-        return link
     keys = [key for key, _ in storage.list()]
     if checkpoints := sorted({key.removesuffix(f"/{CATALOG_KEY}") for key in keys if key.endswith(f"/{CATALOG_KEY}")}):
         return f"it holds the checkpoints {few(checkpoints)}; pass one of them"
+    if link := broken_link(storage.url):
+        return link
     if not keys:
         return f"nothing is there; {_steps_beside(storage)}check the path"
     if REMOVED_KEY in keys:
