@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -170,7 +171,8 @@ def match_extra_states(trees: Sequence[Tree], saved: Container[str], is_apart: C
     is_apart
         Tells whether the checkpoint has a tensor of a name, or anything below the name.
     """
-    found: list[Tree] = []
+    # found: for each extra state that was saved in parts, its row, and the modules in a list that have it under this name
+    found: dict[str, tuple[Entry, list[nn.Module]]] = {}
     for tree in trees:
         rows: list[Entry] = []
         for row in tree.rows:
@@ -183,12 +185,23 @@ def match_extra_states(trees: Sequence[Tree], saved: Container[str], is_apart: C
                     owner = takers[entry.name][1] if entry.name in takers else None
                     if owner is not None and entry.name not in saved and is_apart(entry.name):
                         del takers[entry.name]
-                        # A copy: `set_extra_state` may clear the module's own dict, and then fill it from its argument.
-                        root = copy(entry.value) if isinstance(entry.value, dict | list) else entry.value
-                        found.append(Tree(entry.path, root, [], owner.set_extra_state))
-                        _add(found[-1].rows, root, entry.path, (), steps)
+                        found.setdefault(entry.name, (entry, []))[1].append(owner)
         tree.rows = rows
-    return found
+    return list(starmap(_tree_of_extra_state, found.values()))
+
+
+def _tree_of_extra_state(row: Entry, owners: Sequence[nn.Module]) -> Tree:
+    """Return the tree of an extra state that was saved in parts. All `owners` take the loaded state."""
+    # A copy: `set_extra_state` may clear the module's own dict, and then fill it from its argument.
+    root = copy(row.value) if isinstance(row.value, dict | list) else row.value
+
+    def give(state: Any) -> None:
+        for owner in owners:
+            owner.set_extra_state(state)
+
+    tree = Tree(row.path, root, [], give)
+    _add(tree.rows, root, row.path, (), steps)
+    return tree
 
 
 def _joined(row: Entry, saved: Container[str], is_apart: Callable[[str], bool]) -> Entry:

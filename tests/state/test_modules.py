@@ -161,6 +161,22 @@ def test_extra_state_of_a_module_and_of_its_state_dict_load_into_each_other(tmp_
         assert target[0].weight.tolist() == found["0.weight"].tolist() == [[1.0] * 2] * 2
 
 
+def test_all_modules_of_a_list_take_extra_state_of_one_name(tmp_path: Path):
+    class Stage(Stateful):
+        def __init__(self, name: str) -> None:
+            super().__init__({"n": 0, "scale": torch.zeros(3)})
+            self.register_parameter(name, self._parameters.pop("weight"))
+            self.register_parameter("bias", None)
+
+    extra = {"n": 7, "scale": torch.arange(3.0)}
+    stages = [Stage("first"), Stage("second")]
+    saved = {"first": torch.ones(2, 2), "second": torch.ones(2, 2), "_extra_state": extra}
+    checkpoint.save(tmp_path, {"model": saved})
+    checkpoint.load(tmp_path, {"model": stages})
+    for stage in stages:
+        assert encode_value(stage.extra, "") == encode_value(extra, "")
+
+
 @pytest.mark.parametrize("ignore", [[], ["model._extra_state*"]], ids=["loaded", "ignored"])
 def test_extra_state_that_a_module_takes_into_its_own_dict_is_not_lost(tmp_path: Path, ignore: list[str]):
     class Refilled(Stateful):
