@@ -368,7 +368,10 @@ def test_a_path_that_is_too_long(tmp_path: Path):
         checkpoint.save(tmp_path / ("x" * 300), plain(NEW))
 
 
-@pytest.mark.parametrize(("where", "old"), [("create", OLD), ("sync", OLD), ("list", OLD), ("sync", None), ("list", None)])
+@pytest.mark.parametrize(
+    ("where", "old"),
+    [("create", OLD), ("sync", OLD), ("list", OLD), ("publish", OLD), ("sync", None), ("list", None), ("publish", None)],
+)
 def test_a_folder_that_vanishes_while_it_is_saved_to(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, old: int | None
 ):
