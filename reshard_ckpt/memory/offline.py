@@ -10,7 +10,7 @@ from pathlib import Path
 from ..core.catalog.model import Catalog
 from ..engine.common.files import open_files
 from ..engine.common.lineage import LINEAGE, Lineage
-from ..engine.common.step_folders import names_at
+from ..engine.common.step_folders import StepNames, names_at
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, UsageError
 from ..format.files import RUN_LOCK_KEY
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
@@ -149,7 +149,7 @@ def persist_held(root: str, folder: str, *, step: int | None = None) -> PersistR
         def target(generation: Generation) -> str:
             return f"{resolved_path(root).rstrip('/')}/{names.of(generation.step)}"
 
-        chosen, passed_over = _chosen(path, storage, step, target)
+        chosen, passed_over = _chosen(path, storage, names, step, target)
         return replace(_persist(path, target(chosen), folder, chosen), passed_over=passed_over)
 
 
@@ -214,7 +214,7 @@ def _write_absent(path: Path, generation: Generation, keys: Sequence[str], stora
 
 
 def _chosen(
-    path: Path, storage: Storage, step: int | None, target: Callable[[Generation], str]
+    path: Path, storage: Storage, names: StepNames, step: int | None, target: Callable[[Generation], str]
 ) -> tuple[Generation, tuple[str, ...]]:
     """Choose the newest checkpoint in memory that counts in the run's lineage, only of `step` if that is given.
 
@@ -232,7 +232,7 @@ def _chosen(
                 passed.append(f"step {generation.step} in memory: its catalog is damaged on this node")
                 continue
             with open_storage(target(generation)) as stored:
-                if not is_older(generation.save_id, generation.older, stored_save_id(stored)):
+                if not is_older(generation.save_id, generation.older, stored_save_id(stored, names, generation.step)):
                     return generation, tuple(passed)
             passed.append(f"step {generation.step} in memory: the store has a newer save of that step")
     steps = ", ".join(str(generation.step) for generation in found if not generation.is_damaged) or "none"

@@ -22,7 +22,7 @@ from ..comm.protocol import Comm, value_of_first
 from ..core.catalog.model import Catalog
 from ..engine.common.files import open_files
 from ..engine.common.reader_notes import GRACE_S
-from ..engine.common.step_folders import clean_up
+from ..engine.common.step_folders import StepNames, clean_up
 from ..engine.saving.commit import check_files_again, is_uncommitted, read_previous
 from ..engine.saving.write import remove
 from ..errors import CorruptError, StorageError
@@ -87,8 +87,7 @@ def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_
     if before.catalog == generation.catalog:
         return
     version = storage.publish(CATALOG_KEY, generation.catalog, expected=before.version)
-    if not storage.hints.has_locks:
-        check_files_again(storage, see, before, version)
+    check_files_again(storage, see, before, version)  # `storage.publish` makes a folder anew that was removed meanwhile
     try:
         clean_up(storage, catalog, before.folders, grace_s)
     except StorageError as error:  # the checkpoint is in the store, so this call has succeeded
@@ -141,17 +140,25 @@ def _with_digests(catalog: Catalog, keys: Collection[str]) -> list[str]:
     return [key for file in catalog.files if file.key in keys for key in file.keys]
 
 
-def stored_save_id(storage: Storage) -> str:
-    """Return the id, for the run's lineage, of the save in a store; empty if there is no save, or its catalog is damaged."""
-    return id_in(read_previous(storage).catalog)
+def stored_save_id(storage: Storage, names: StepNames, step: int) -> str:
+    """Return the id, for the run's lineage, of the save in the folder of a step in the store.
+
+    Empty if there is no save, if its catalog is damaged, or if the folder is a copy of another step's folder.
+    """
+    catalog = _catalog_in(read_previous(storage).catalog)
+    return "" if catalog is None or names.is_copy(step, catalog.folder) else catalog.lineage_id
 
 
 def id_in(catalog: bytes | None) -> str:
     """Return the id, for the run's lineage, of the save with this encoded catalog; empty for no catalog or a damaged one."""
-    try:
-        return decode_catalog(catalog).lineage_id if catalog else ""
-    except CorruptError:
-        return ""
+    found = _catalog_in(catalog)
+    return "" if found is None else found.lineage_id
+
+
+def _catalog_in(encoded: bytes | None) -> Catalog | None:
+    with suppress(CorruptError):
+        return decode_catalog(encoded) if encoded else None
+    return None
 
 
 def is_older(save_id: str, older: Collection[str], stored: str) -> bool:
@@ -164,4 +171,4 @@ def is_older(save_id: str, older: Collection[str], stored: str) -> bool:
 
 def is_persisted(storage: Storage, generation: Generation) -> bool:
     """Return whether the store has the checkpoint that this generation is a copy of."""
-    return stored_save_id(storage) == generation.save_id
+    return id_in(read_previous(storage).catalog) == generation.save_id

@@ -307,7 +307,7 @@ class MemoryRun:
 
     def _stored_id(self, step: int) -> str:
         with open_storage(self._path(step), timeout_s=self._timeout_s) as storage:
-            return stored_save_id(storage)
+            return stored_save_id(storage, self._names, step)
 
     def load(self, found: Restorable, wanted: Mapping[str, Any] | Prepare, options: Mapping[str, Any]) -> tuple[LoadReport, str]:
         """Load a checkpoint from memory in place, as `load_given` does.

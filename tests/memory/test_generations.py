@@ -14,7 +14,7 @@ import pytest
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
-from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
 from reshard_ckpt.memory import node
 from reshard_ckpt.memory import run as run_module
 from reshard_ckpt.memory.generations import find_generations
@@ -22,6 +22,7 @@ from reshard_ckpt.memory.node import run_path
 from reshard_ckpt.memory.offline import persist_held
 from reshard_ckpt.memory.run import MemoryRun
 from reshard_ckpt.memory.tier import MemoryTarget, Tier
+from reshard_ckpt.storage.local import LocalStorage
 from tests.cli.running import run
 from tests.memory.test_manager import assert_is, flip, killed, loaded, slot_of, state
 
@@ -278,6 +279,54 @@ def test_a_clean_close_stores_a_generation_that_is_older_than_a_copy_in_the_stor
         assert manager.latest() == 5
     with Manager(tmp_path, memory=memory) as manager, pytest.warns(UserWarning, match="saved as step_3"):
         assert loaded(manager) == (5, "store")
+
+
+def test_a_copy_onto_the_step_of_a_generation_does_not_hide_the_generation(tmp_path: Path, shm: Path):
+    memory = Memory(copies=0, folder=str(shm))
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    manager.save(3, state(3))
+    manager.async_save(6, state(6)).result()
+    shutil.copytree(tmp_path / "step_3", tmp_path / "step_6")
+    assert set(manager.read(6)) == {"w", "extra.step", "extra.long"}
+    assert loaded(manager) == (6, "memory")
+    killed(manager)
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        assert loaded(manager) == (6, "memory")
+    with Manager(tmp_path) as manager:
+        assert loaded(manager) == (6, "store")
+
+
+def test_persist_writes_a_generation_over_a_copy_of_another_step(tmp_path: Path, shm: Path):
+    manager = Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1000)
+    manager.save(3, state(3))
+    manager.async_save(6, state(6)).result()
+    killed(manager)
+    shutil.copytree(tmp_path / "step_3", tmp_path / "step_6")
+    assert persist_held(str(tmp_path), folder=str(shm)).step == 6
+    with Manager(tmp_path) as manager:
+        assert loaded(manager) == (6, "store")
+
+
+def test_a_step_folder_that_vanishes_while_it_is_persisted_gets_no_catalog(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    root, real = tmp_path / "run", LocalStorage.publish
+    manager = Manager(root, memory=Memory(copies=0, folder=str(shm)), persist_every=1000)
+    manager.async_save(6, state(6)).result()
+    killed(manager)
+
+    def vanish(self: LocalStorage, *args: Any, **options: Any) -> Any:
+        (root / "step_6").rename(tmp_path / "gone")
+        return real(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "publish", vanish)
+        with pytest.raises(StorageError, match="step_6: another job deleted files of this save"):
+            persist_held(str(root), folder=str(shm))
+    assert not (root / "step_6" / "catalog.msgpack").exists()
+    assert persist_held(str(root), folder=str(shm)).is_published
+    with Manager(root) as manager:
+        assert loaded(manager) == (6, "store")
 
 
 def test_a_store_that_refuses_keeps_the_memory(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
