@@ -11,7 +11,7 @@ import pytest
 from tests.warm_python import warm_python
 
 BUDGETS = {
-    "save": {"functions": 427, "frames": 750, "files": 50},
+    "save": {"functions": 427, "frames": 751, "files": 50},
     "load": {"functions": 336, "frames": 572, "files": 45},
 }
 """The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500

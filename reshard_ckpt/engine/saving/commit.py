@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -306,7 +305,7 @@ def publish(
             digests[file.key], digests[file.digests_key] = file.sha256, file.digests_sha256
         write_file(storage, manifest_key(contents.save_id), encode_manifest(digests))
     with recorder.step("sync"):
-        storage.sync(map(f"{{}}/{CATALOG_KEY}".format, receipts.folders))  # any key in them: folders are synced, not files
+        storage.sync([f"{folder}/{CATALOG_KEY}" for folder in receipts.folders])  # any key in them: folders are synced, not files
     with recorder.step("check"):
         compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts.fingerprints)
         _check_files_visible(storage, receipts, before)
@@ -381,7 +380,9 @@ def _with_parts(contents: SaveContents, receipts: Receipts) -> tuple[SavePlan, I
 
 def _check_files_visible(storage: Storage, receipts: Receipts, before: PreviousCheckpoint | None) -> None:
     """Raise an error if rank 0 does not see each file of the receipts in the store, with the size that its rank wrote."""
-    sizes = dict(chain.from_iterable(map(storage.list, receipts.folders)))
+    sizes: dict[str, int] = {}
+    for folder in receipts.folders:
+        sizes.update(storage.list(folder))
     # wanted: each key that a rank has written, with its bytes; None for digests, whose bytes are not compared
     wanted = [(key, size) for file in receipts.files for key, size in ((file.key, file.stored_bytes), (file.digests_key, None))]
     for i, (key, size) in enumerate(wanted):
