@@ -24,7 +24,7 @@ from reshard_ckpt.engine.common import reader_notes
 from reshard_ckpt.engine.common.reader_notes import note_removed, removed_within
 from reshard_ckpt.engine.common.step_folders import remove_files, remove_step
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
-from reshard_ckpt.format.files import CONVERT_LOCK, RESHARD_LOCK
+from reshard_ckpt.format.files import CONVERT_LOCK, RESHARD_LOCK, export_note_key
 from reshard_ckpt.formats import destination
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
@@ -455,7 +455,12 @@ def test_an_export_appears_beside_its_step_is_written_anew_with_it_and_goes_with
         with checkpoint.Manager(url, keep_last=1, grace=0, also="safetensors") as manager:
             manager.save(1, state(seed))
         note = f"{checkpoint.catalog(f'{url}/step_1').save_id}.exported"
-        assert exported() == {"step_1": sorted([note, "model.safetensors"])}
+        expected = {"step_1": sorted([note, "model.safetensors"])}
+        assert exported() == expected
+        with open_storage(url) as root, root.create("step_1/20200101T000000Z-00000000/f") as writer:  # of a save that was killed
+            writer.write(b"data")
+        with checkpoint.Manager(url, grace=0):
+            assert exported() == expected
         found = checkpoint.read(f"{url}/step_1/safetensors")
         assert all(torch.equal(found[f"model.{name}"], tensor) for name, tensor in state(seed)["model"].state_dict().items())
     with checkpoint.Manager(url, keep_last=1, grace=0) as manager:
@@ -468,13 +473,15 @@ def test_a_save_to_a_step_that_was_removed_keeps_its_files_when_the_old_ones_go(
     checkpoint.save(f"{url}/step_1", state(1))
     with open_storage(url) as root:
         assert remove_step(root, "step_1", frozenset, keep_files=True)
-        under_way = "step_1/29990101T000000Z-00000000/rank00000-0.safetensors"
-        with root.create(under_way) as writer:
-            writer.write(b"data")
+        later = "29990101T000000Z-00000000"
+        under_way = [f"step_1/{later}/rank00000-0.safetensors", f"step_1/{export_note_key(later)}"]
+        for key in under_way:
+            with root.create(key) as writer:
+                writer.write(b"data")
         young, old = removed_within(root, ["step_1"], 0)
         assert ([*young], [*old]) == ([], ["step_1"])
         remove_files(root, "step_1", frozenset(), old["step_1"])
-        assert [key for key, _ in root.list()] == [under_way]
+        assert [key for key, _ in root.list()] == under_way
 
 
 def test_a_replaced_checkpoint_stays_for_its_readers_until_a_save_after_the_grace(url: str) -> None:
@@ -532,9 +539,11 @@ def test_the_note_of_a_reader_that_was_killed_ends(url: str, monkeypatch: pytest
     with open_storage(url) as root:
         assert remove_step(root, "step_1", frozenset, keep_files=True)
         [(key, _), *_] = root.list("step_1")
-        root.publish(f"{posixpath.dirname(key)}/reader-{'0' * 32}", repr(time.time() - reader_notes.NOTE_S).encode())
-        remove_files(root, "step_1", frozenset())
-        assert root.list() == []
+        for age_s, ends in ((0, False), (reader_notes.NOTE_S, True)):
+            root.publish(f"{posixpath.dirname(key)}/reader-{'0' * 32}", repr(time.time() - age_s).encode())
+            before = root.list()
+            remove_files(root, "step_1", frozenset())
+            assert root.list() == ([] if ends else before)
 
 
 def test_a_sweep_leaves_an_offline_reshard_that_is_under_way(url: str) -> None:

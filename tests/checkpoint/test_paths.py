@@ -14,6 +14,7 @@ import torch
 from reshard_ckpt import checkpoint, dcp
 from reshard_ckpt.checkpoint import Manager
 from reshard_ckpt.errors import CheckpointNotFound, UsageError
+from reshard_ckpt.storage import path_text
 from tests.cli.running import run
 
 OPENERS: dict[str, Callable[[Any], Any]] = {
@@ -72,6 +73,7 @@ def test_a_relative_path_without_a_working_folder_is_wrong_use(name: str, home: 
     (home / "gone").rmdir()
     with pytest.raises(UsageError, match="the working folder of this process was removed; pass an absolute path"):
         call("ckpt")
+    assert path_text("memory://ckpt") == "memory://ckpt"  # which needs no working folder
 
 
 @pytest.mark.parametrize("name", OPENERS)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import UsageError
 from tests.cli.running import run
 
 STATE = {"emb": torch.arange(60.0).reshape(10, 6), "norm": torch.ones(4, dtype=torch.bfloat16)}
@@ -65,6 +66,8 @@ def test_commands_for_own_checkpoints_name_the_file_of_another_library(command: 
     ran = run(command[0], tmp_path / "x.pt", *command[1:])
     assert ran.code == code
     assert ran.err.endswith(f": {tmp_path / 'x.pt'}: {said}\n")
+    with pytest.raises(UsageError, match="a manifest is made of this library's checkpoints"):
+        checkpoint.write_manifest(tmp_path / "x.pt")
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 440449768\n"

@@ -60,11 +60,15 @@ def save(path: Path, whole: torch.Tensor, ranks: list[list[Box]]) -> None:
     checkpoint.save(path, {"w": LocalShard(whole, whole.shape, pieces=pieces)})
 
 
-def load(path: Path, whole: torch.Tensor, ranks: list[list[Box]]) -> list[Wanted]:
+def load(
+    path: Path, whole: torch.Tensor, ranks: list[list[Box]], chunks: list[ChunkStorageMetadata] | None = None
+) -> list[Wanted]:
     planners = [Wanted(whole, boxes) for boxes in ranks]
     for planner in planners:
         reader = ReshardReader(path)
         metadata = reader.read_metadata()
+        if chunks is not None:
+            metadata.state_dict_metadata["w"].chunks = chunks
         reader.set_up_storage_reader(metadata, False)
         plan = reader.prepare_local_plan(planner.plan(metadata))
         reader.read_data(plan, planner).wait()
@@ -92,6 +96,14 @@ def test_even_and_uneven_rows_between_numbers_of_ranks(tmp_path: Path, saving: i
     for planner, wanted in zip(load(tmp_path, whole, rows(whole.shape, loading)), rows(whole.shape, loading), strict=True):
         assert all(same_bytes(t, region(whole, box)) for t, box in zip(planner.tensors, wanted, strict=True))
     assert checkpoint.verify(tmp_path).ok
+
+
+def test_a_plan_may_count_from_the_chunks_of_another_readers_metadata(tmp_path: Path):
+    whole, wanted = values_of((7, 5), "F32", 1), rows((7, 5), 2)
+    save(tmp_path, whole, [[((0, 0), (7, 5))]])
+    chunks = [ChunkStorageMetadata(*map(torch.Size, box)) for boxes in rows((7, 5), 3) for box in boxes]
+    for planner, boxes in zip(load(tmp_path, whole, wanted, chunks), wanted, strict=True):
+        assert all(same_bytes(t, region(whole, box)) for t, box in zip(planner.tensors, boxes, strict=True))
 
 
 @st.composite

@@ -530,13 +530,14 @@ def test_a_quantized_tensor_is_cast_or_refused_as_in_a_load(tmp_path: Path):
 
 
 def test_errors_name_the_live_states():
-    src = {"model": {"w": torch.arange(3.0), "extra": torch.ones(2)}}
+    src = {"model": {"w": torch.arange(3.0), "extra": torch.ones(2), "scale": torch.ones(5)}}
     with pytest.raises(MismatchError) as caught:
-        checkpoint.reshard_live(src, {"model": {"v": torch.zeros(3)}, "ema": {"w": torch.zeros(3)}})
+        checkpoint.reshard_live(src, {"model": {"v": torch.zeros(3), "scales": torch.ones(5)}, "ema": {"w": torch.zeros(3)}})
     said = str(caught.value)
     assert "checkpoint" not in said
     for line in (
         "model.v: not in src",
+        "model.scales: not in src (did you mean model.scale?)",
         "model.w: in src, but not in dst",
         "src has nothing under 'ema'",
         "where src may lack some",

@@ -200,6 +200,15 @@ def test_a_tied_name_in_the_metadata_yields_to_a_tensor_of_that_name_in_another_
     assert torch.equal(checkpoint.read(tmp_path)["model.b"], b)
 
 
+@pytest.mark.parametrize("metadata", [["w"], {"total_size": 5}])
+def test_other_metadata_name_no_tied_tensors(tmp_path: Path, metadata: Any):
+    tensors = {"pt": torch.arange(4.0), "5": torch.arange(4.0, 8.0)}
+    (tmp_path / "w.safetensors").write_bytes(plain_file(tensors, metadata={"format": "pt", "license": "mit"}))
+    index = {"metadata": metadata, "weight_map": dict.fromkeys(tensors, "w.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(checkpoint.catalog(tmp_path).names) == {"model.pt", "model.5"}
+
+
 @pytest.mark.parametrize("names", [["model.safetensors"], ["a.safetensors", "b.safetensors"]], ids=["all", "one of two"])
 @pytest.mark.parametrize("index", [True, False])
 def test_a_link_of_a_snapshot_whose_blob_is_gone_is_named(tmp_path: Path, names: list[str], index: bool):
@@ -209,7 +218,7 @@ def test_a_link_of_a_snapshot_whose_blob_is_gone_is_named(tmp_path: Path, names:
     for i, name in enumerate(names):
         save_file({f"w{i}": torch.arange(3.0) + i}, blobs / f"blob{i}")
         (snapshot / name).symlink_to(f"../../blobs/blob{i}")
-    (snapshot / "config.json").write_text("{}")
+    (snapshot / "README.md").symlink_to("../../blobs/none")
     if index:
         written = json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(names)}})
         (snapshot / "model.safetensors.index.json").write_text(written)

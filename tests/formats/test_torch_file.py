@@ -224,6 +224,7 @@ def test_other_files_beside_a_model_are_not_read_as_weights(tmp_path: Path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     torch.save(Path(), tmp_path / "training_args.bin")
     torch.save({"last_epoch": 3}, tmp_path / "scheduler.bin")
+    (tmp_path / "optimizer.bin").symlink_to("gone")
     assert checkpoint.read(tmp_path).keys() == {"model.w"}
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "pytorch_model-00001-of-00001.bin")
     assert checkpoint.read(tmp_path).keys() == {"model.w"}

@@ -190,6 +190,13 @@ def test_extra_state_that_a_module_takes_into_its_own_dict_is_not_lost(tmp_path:
     assert target.extra == {"n": 0 if ignore else 7}
 
 
+def test_a_module_gets_keys_of_saved_extra_state_that_it_lacks(tmp_path: Path):
+    checkpoint.save(tmp_path, {"model": nn.Sequential(Stateful({"a": 1, "b": {"c": 2}})).state_dict()})
+    target = nn.Sequential(Stateful({"a": 0}))
+    checkpoint.load(tmp_path, {"model": target})
+    assert target[0].extra == {"a": 1, "b": {"c": 2}}
+
+
 def test_a_strict_load_names_extra_state_of_a_module_that_the_state_lacks(tmp_path: Path):
     class Counter(nn.Module):
         """A module without tensors."""
@@ -215,6 +222,7 @@ def test_a_tensor_whose_name_ends_like_extra_state_is_a_tensor(tmp_path: Path):
         return net
 
     checkpoint.save(tmp_path, {"model": model(5.0)})
+    assert "model.my_extra_state" in checkpoint.catalog(tmp_path).names
     target = model(0.0)
     checkpoint.load(tmp_path, {"model": target})
     assert target.my_extra_state.tolist() == [5.0] * 3

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint, dcp
 from reshard_ckpt.core.catalog.specs import Piece, TensorSpec, piece_columns
@@ -157,6 +159,8 @@ def test_the_calls_of_dcp_prove_ties_of_another_dtype_too(tmp_path: Path):
     memory = torch.zeros(64)
     with pytest.raises(MismatchError, match="b: tied to a"):
         dcp.load({"a": memory, "b": memory[:]}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointException, match="b: shares memory with a in the state passed, but"):
+        torch_dcp.load({"a": memory, "b": memory[:]}, storage_reader=dcp.ReshardReader(tmp_path), no_dist=True)
     assert not memory.any()
 
 

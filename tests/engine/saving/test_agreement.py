@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, ValueKind, ValueSpec, box_piece
+from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Piece, Replication, TensorSpec, ValueKind, ValueSpec, box_piece
 from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.local_shards import describe_local
@@ -48,9 +48,9 @@ def jobs(draw: st.DrawFn) -> list[list[TensorSpec]]:
     return held
 
 
-def plan_of(held: list[list[TensorSpec]], *, splits: bool = True) -> SavePlan:
+def plan_of(held: list[list[TensorSpec]], *, splits: bool = True, mesh: Mesh | None = None) -> SavePlan:
     sent = [
-        encode_metadata(describe_local([(spec, torch.empty(0)) for spec in specs], (), None, rank).local_metadata)
+        encode_metadata(describe_local([(spec, torch.empty(0)) for spec in specs], (), mesh, rank).local_metadata)
         for rank, specs in enumerate(held)
     ]
     tensors, rows, _ = zip(*sent, strict=True)
@@ -79,6 +79,14 @@ def test_only_declared_replicas_are_split_and_the_lowest_rank_writes_a_buffer(
     own = held("own", 1000, PLAIN)  # so that rank 1 has less to write
     plan = plan_of([[own, held("w", 1 << 19, kinds[0])], [held("w", 1 << 19, kinds[1])]], splits=splits)
     assert sorted({*plan.rank[plan.tensor == plan.tables.names.index("w")].tolist()}) == writers
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_alias_lies_as_its_tensor_does_and_a_mesh_of_another_size_gives_no_placements(size: int) -> None:
+    halves = [TensorSpec("w", "F32", (4,), (box_piece((at,), (2,), 0, (1,)),), PLAIN) for at in (0, 2)]
+    plan = plan_of([[half, TensorSpec("tied", "F32", (4,), (), alias_of="w")] for half in halves], mesh=Mesh(("tp",), (size,)))
+    assert plan.placements == (((AxisPlacement("tp", "shard", 0, turn=0),),) if size == 2 else ())
+    assert plan.catalog.tensors.placement.tolist() == [0 if size == 2 else -1] * 2
 
 
 @given(jobs())
