@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from reshard_ckpt.errors import CorruptError
+from reshard_ckpt.memory.node import run_path
+from reshard_ckpt.memory.options import Memory
+from reshard_ckpt.memory.pool import SlotPool, saved_in
 from reshard_ckpt.memory.slots import HEADER_BYTES, ReadSlot, Slot, SlotRange, SlotTable, decode_table
 
 
@@ -66,3 +69,14 @@ def test_a_table_of_bytes_outside_of_the_slot_is_refused(offset: int, size: int)
         decode_table(head, HEADER_BYTES + 100, where="slot")
     with pytest.raises(CorruptError, match="header is damaged"):
         decode_table(head[:-1] + bytes([head[-1] ^ 1]), HEADER_BYTES + 100, where="slot")
+
+
+def test_a_slot_that_is_taken_again_holds_no_save_until_it_is_sealed(shm: Path):
+    pool = SlotPool(Memory(folder=str(shm)), run_path(str(shm), "root"), timeout_s=60)
+    pool.enter("root")
+    slot = pool.take(0, 100, "old")
+    slot.seal(SlotTable("old", 0, {}))
+    assert saved_in(slot) == "old"
+    assert pool.take(0, 100, "new") is slot
+    assert saved_in(slot) == ""
+    pool.close()
