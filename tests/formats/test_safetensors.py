@@ -218,7 +218,8 @@ def test_a_link_of_a_snapshot_whose_blob_is_gone_is_named(tmp_path: Path, names:
     for i, name in enumerate(names):
         save_file({f"w{i}": torch.arange(3.0) + i}, blobs / f"blob{i}")
         (snapshot / name).symlink_to(f"../../blobs/blob{i}")
-    (snapshot / "README.md").symlink_to("../../blobs/none")
+    if index or len(names) > 1:  # with no weight file left, the first broken link is named, whatever its name
+        (snapshot / "README.md").symlink_to("../../blobs/none")
     if index:
         written = json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(names)}})
         (snapshot / "model.safetensors.index.json").write_text(written)
