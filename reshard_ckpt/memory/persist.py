@@ -87,7 +87,7 @@ def publish(storage: Storage, generation: Generation, *, grace_s: float = GRACE_
     if before.catalog == generation.catalog:
         return
     version = storage.publish(CATALOG_KEY, generation.catalog, expected=before.version)
-    check_files_again(storage, see, before, version)  # `storage.publish` makes a folder anew that was removed meanwhile
+    check_files_again(storage, see, before, version)  # `Storage.publish` makes a folder anew that was removed meanwhile
     try:
         clean_up(storage, catalog, before.folders, grace_s)
     except StorageError as error:  # the checkpoint is in the store, so this call has succeeded
