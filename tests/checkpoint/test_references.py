@@ -173,8 +173,12 @@ def test_it_survives_the_removal_of_the_other_one(root: Path):
     assert not list(root.glob("step_*"))
 
 
-def test_it_survives_that_the_other_one_is_saved_anew(root: Path):
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_it_survives_that_the_other_one_is_saved_anew(root: Path, tmp_path: Path, is_moved: bool):
     wanted = read(root / "step_90")
+    if is_moved:  # to another disk
+        (root / "step_100").rename(tmp_path / "disk")
+        (root / "step_100").symlink_to(tmp_path / "disk")
     checkpoint.save(root / "step_90", {"model": {"other": torch.arange(5)}})
     assert set(read(root / "step_90")) == {"model.other"}
     assert same(read(root / "step_100"), wanted)

@@ -257,10 +257,11 @@ def test_what_is_kept_holds_no_part_of_the_state() -> None:
     assert not [ref() for ref in living if ref() is not None]
 
 
-def test_a_tensor_without_memory_is_refused_although_the_facts_are_those_of_an_earlier_save() -> None:
-    capture({"x": torch.arange(5.0), "empty": torch.zeros(0)})
+@pytest.mark.parametrize("others", [{}, {"empty": torch.zeros(0)}], ids=["alone", "beside an empty one"])
+def test_a_tensor_without_memory_is_refused_although_the_facts_are_those_of_an_earlier_save(others: dict[str, Any]) -> None:
+    capture({"x": torch.arange(5.0), **others})
     with pytest.raises(UnsupportedError, match="x: its memory was freed"):
-        capture({"x": torch._to_functional_tensor(torch.arange(5.0)), "empty": torch.zeros(0)})
+        capture({"x": torch._to_functional_tensor(torch.arange(5.0)), **others})
 
 
 def test_states_of_the_same_facts_are_saved_with_their_own_bytes(tmp_path: Any) -> None:
