@@ -155,6 +155,7 @@ def check_workers(workers: int | None) -> None:
 
 
 MANIFEST = "a manifest is made of this library's checkpoints"
+"""The reason for which a manifest of a foreign checkpoint is refused."""
 
 
 def refuse_foreign(path: Path, source: Source, why: str) -> None:

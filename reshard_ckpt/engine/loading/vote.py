@@ -105,18 +105,19 @@ def vote(
 
     result = merge_of_all(comm, own_vote, merge)
 
-    def said(text: str) -> str:
+    def with_sides(text: str) -> str:
+        """Name both sides of the load in a message as this call does, such as ``src`` and ``dst`` of `reshard_live`."""
         return text.replace("the checkpoint", options.sides[0]).replace("the state passed", options.sides[1])
 
     found = {kind: [Problem(*each) for each in each_of] for kind, each_of in result["problems"].items() if each_of}
-    lines: dict[str, Any] = {kind: tuple(map(said, each_of)) for kind, each_of in found.items()}
+    lines: dict[str, Any] = {kind: tuple(map(with_sides, each_of)) for kind, each_of in found.items()}
     report = LoadReport(**lines)
     if options.strict and report.problems:
         hints = [*hints, *(f"{pattern} fits no name, so correct it" for pattern in result["unused"])]
         advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _advised_options(found, options.offered)])
-        suggestions = {said(line): said(text) for line, text in result["suggestions"]}
+        suggestions = {with_sides(line): with_sides(text) for line, text in result["suggestions"]}
         shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
-        raise MismatchError(summarize_kinds(shown, said(advice)), report.problems)
+        raise MismatchError(summarize_kinds(shown, with_sides(advice)), report.problems)
     return VoteResult(report, frozenset(result["refused"]), result["has_ties"])
 
 
