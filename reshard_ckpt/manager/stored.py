@@ -135,11 +135,11 @@ class StoredSteps:
         return [step for step in self.steps() if self._is_current(step)]
 
     def newest_except(self, passed: Iterable[int]) -> int:
-        """Return the newest committed step that is neither superseded nor in `passed`; −1 if there is none. Copies count."""
+        """Return the newest committed step that is neither superseded nor in `passed`, or −1. A copy of a step counts."""
         return max({*self.counted()} - {*passed}, default=-1)
 
     def newest(self) -> int:
-        """Return the newest committed step that is neither superseded nor a copy of another step; −1 if there is none."""
+        """Return the newest committed step that is neither superseded nor a copy of another step; −1 without such a step."""
         return next((step for step in reversed(self.counted()) if not self._is_copy(step)), -1)
 
     def has(self, step: int) -> bool:

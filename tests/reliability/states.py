@@ -109,7 +109,7 @@ def contents(path: Path) -> dict[str, bytes | None]:
 
 
 def assert_next_save_works(path: Path, number: int = NEXT) -> dict[str, bytes | None]:
-    """Whatever was left there, the next save works, and cleans up; return what is there then."""
+    """Save once more, check that this save works and cleans up what was left, and return the checkpoint that is there then."""
     checkpoint.save(path, plain(number))
     assert held(path) == number
     assert_clean(path)

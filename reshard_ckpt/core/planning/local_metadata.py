@@ -173,7 +173,7 @@ class Memo(Generic[Key, Value]):
         return found
 
     def find(self, key: Key) -> Value | None:
-        """Return the cached value of a key; None if there is none, so None must not be kept as a value."""
+        """Return the cached value of a key, or None if the key has no value. So None itself cannot be cached."""
         # Without a lock: another thread sees the old tuple or the new one. If two write at once, an entry is lost and made again.
         items = self._items
         for i, (known, value) in enumerate(items):

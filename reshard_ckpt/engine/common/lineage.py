@@ -75,7 +75,7 @@ class Note(Generic[T]):
             raise CorruptError(f"{where}: this note cannot be read ({error!s:.200}); {self.cure}") from error
 
     def read(self, storage: Storage) -> T | None:
-        """Read the note from the root of a run, and return its value; None if there is no file. Errors are those of `decoded`."""
+        """Read the note in the root of a run. Return its value, or None without such a file. Errors are those of `decoded`."""
         where = f"{storage.url}/{self.key}"
         try:
             data = storage.read(self.key, self.max_bytes)
