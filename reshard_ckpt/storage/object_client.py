@@ -166,6 +166,11 @@ def _reason(error: Exception) -> str:
     return f"{short}{advice}"
 
 
+def is_generic(error: Exception) -> bool:
+    """Whether obstore knows no cause of a failed request: it, or its answer, may have been lost on the way."""
+    return type(error).__name__ == "GenericError"
+
+
 def is_refusal(error: Exception) -> bool:
     """Whether a conditional PUT failed because its condition did not hold."""
     return type(error).__name__ in ("AlreadyExistsError", "PreconditionError") or isinstance(error, FileNotFoundError)

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import StorageError
-from .object_client import client_of, explained, is_refusal, obstore
+from .object_client import client_of, explained, is_generic, is_refusal, obstore
 from .object_lease import ObjectLease, take_lease
 from .posix import LocksUnsupported
 from .protocol import (
@@ -51,6 +51,8 @@ from .protocol import (
     too_large,
 )
 
+T = TypeVar("T")
+
 HINTS = Hints(
     requests=32,
     read_bytes=8 << 20,
@@ -72,6 +74,9 @@ MAX_COPY_BYTES = {"s3": 5 << 30, "gs": 1 << 40}
 
 _UNSIGNED = ("AWS_UNSIGNED_PAYLOAD", "AWS_SKIP_SIGNATURE")
 DELETE_AT_ONCE = 1_000
+_TRIES = 3
+"""The number of times at most that a request is sent if its answer is cut each time."""
+
 _ID = "reshardid"  # without "_", which some servers change
 _LAST_LOOK_S = 10.0
 """Seconds for which a store is asked whether a PUT arrived, once `timeout_s` is over."""
@@ -111,6 +116,22 @@ class ObjectStorage(Storage):
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"
 
+    def _ask(self, what: str, where: str, request: Callable[[], T]) -> T:
+        """Send a request that may be repeated, and return its result; `what` and `where` are for the error message.
+
+        obstore repeats a request that got no answer, and goes on with an object that was cut. It does not repeat a request whose
+        other answer was cut, such as a list or an error.
+        """
+        tries, until = 0, time.monotonic() + self._timeout_s
+        with explained(what, where):
+            while True:
+                tries += 1
+                try:
+                    return request()
+                except Exception as error:
+                    if tries == _TRIES or not is_generic(error) or time.monotonic() >= until:
+                        raise
+
     def create(self, key: str, size: int | None = None, *, replace: bool = False) -> ObjectWriter:
         self._first.pop(key, None)
         path, part_bytes = self._path(key), max(HINTS.part_bytes, -(-(size or 0) // MAX_PARTS))
@@ -122,8 +143,7 @@ class ObjectStorage(Storage):
         if self._scheme not in MAX_COPY_BYTES or ((size := source.size(key)) or 0) > MAX_COPY_BYTES[self._scheme]:
             return False
         self._first.pop(to, None)
-        with explained("copy", source._where(key)):
-            obstore().copy(self._client, source._path(key), self._path(to))
+        self._ask("copy", source._where(key), lambda: obstore().copy(self._client, source._path(key), self._path(to)))
         return self.size(to) == size  # some servers ignore the header with the source, and make an empty object
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -134,11 +154,14 @@ class ObjectStorage(Storage):
             if self.size(key) is None:
                 raise missing(where)
             return
+
+        def read() -> memoryview:
+            found = obstore().get(self._client, path, options={"range": (offset, offset + wanted)})
+            self._first.setdefault(key, _version_of(found.meta))
+            return memoryview(found.bytes())
+
         try:
-            with explained("read", where):
-                found = obstore().get(self._client, path, options={"range": (offset, offset + wanted)})
-                self._first.setdefault(key, _version_of(found.meta))
-                data = memoryview(found.bytes())
+            data = self._ask("read", where, read)
         except MissingKey:
             raise
         except StorageError:
@@ -151,21 +174,26 @@ class ObjectStorage(Storage):
         fill(views, data)
 
     def document(self, key: str, limit: int) -> Document:
-        with explained("read", self._where(key)):
+        def read() -> Document:
             found = obstore().get(self._client, self._path(key))
             self._first.setdefault(key, _version_of(found.meta))
             if found.meta["size"] > limit:
                 raise too_large(self._where(key), limit)
             return Document(bytes(found.bytes()), _version_of(found.meta))
 
+        return self._ask("read", self._where(key), read)
+
+    def _head(self, key: str) -> Any:
+        return self._ask("look at", self._where(key), lambda: obstore().head(self._client, self._path(key)))
+
     def size(self, key: str) -> int | None:
-        with suppress(MissingKey), explained("look at", self._where(key)):
-            return int(obstore().head(self._client, self._path(key))["size"])
+        with suppress(MissingKey):
+            return int(self._head(key)["size"])
         return None
 
     def stamp(self, key: str) -> object:
-        with suppress(MissingKey), explained("look at", self._where(key)):
-            return _version_of(obstore().head(self._client, self._path(key)))
+        with suppress(MissingKey):
+            return _version_of(self._head(key))
         return None
 
     def first_stamp(self, key: str) -> object:
@@ -173,14 +201,16 @@ class ObjectStorage(Storage):
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         path = self._prefix + "".join(f"{part}/" for part in folder_parts(prefix))
-        with explained("list", self._where(prefix)):
+
+        def files() -> list[tuple[str, int]]:
             pages = obstore().list(self._client, path or None, chunk_size=1000)
             return sorted((file["path"][len(self._prefix) :], int(file["size"])) for page in pages for file in page)
 
+        return self._ask("list", self._where(prefix), files)
+
     def folders(self, prefix: str = "", *, linked: bool = False) -> tuple[str, ...]:
         path = self._prefix + "".join(f"{part}/" for part in folder_parts(prefix))
-        with explained("list", self._where(prefix)):
-            found = obstore().list_with_delimiter(self._client, path or None)
+        found = self._ask("list", self._where(prefix), lambda: obstore().list_with_delimiter(self._client, path or None))
         return tuple(sorted(folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"]))
 
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
@@ -294,12 +324,15 @@ class ObjectStorage(Storage):
 
     def _delete_batch(self, paths: Sequence[str]) -> StorageError | None:
         """Delete objects in one request; return the error if the store refuses some."""
+
+        def delete() -> None:
+            try:
+                obstore().delete(self._client, list(paths))
+            except FileNotFoundError:  # some stores refuse to delete an object that is not there, and stop at it
+                map_at_once(self, self._delete_one, paths)
+
         try:
-            with explained("delete", self.url):
-                try:
-                    obstore().delete(self._client, list(paths))
-                except FileNotFoundError:  # some stores refuse to delete an object that is not there, and stop at it
-                    map_at_once(self, self._delete_one, paths)
+            self._ask("delete", self.url, delete)
         except StorageError as error:
             return error
         return None
@@ -385,7 +418,7 @@ def _give_up(where: str, error: Exception) -> NoReturn:
 
 def _may_pass(error: Exception) -> bool:
     """Whether the store may still carry out a PUT that failed, or may accept it if it is sent again."""
-    return type(error).__name__ == "GenericError" or is_refusal(error)
+    return is_generic(error) or is_refusal(error)
 
 
 def _id_of(found: Any) -> str | None:

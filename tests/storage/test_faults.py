@@ -9,13 +9,11 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 
 import pytest
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CheckpointError
 from tests.reliability.states import NEW, OLD, plain
 from tests.storage.fault_proxy import FaultProxy, fault_proxy
 from tests.storage.kills import manage, manage_one_more, number_at, prepare_reshard, reshard
@@ -70,12 +68,7 @@ def test_a_fault_at_each_request_loses_nothing(servers: tuple[str, FaultProxy], 
 
     proxy.fault = fault
     try:
-        while fate == "cut":  # each request is cut once; reads are not sent again, so that jobs fail by name until all were cut
-            with suppress(CheckpointError):
-                job(url)
-                break
-        else:  # all of these are sent again
-            job(url)
+        job(url)  # each request is sent again
     finally:
         proxy.fault = lambda method, path: ""
     assert sum(met.values()) > 4

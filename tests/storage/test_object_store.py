@@ -177,6 +177,22 @@ def test_a_body_that_is_cut_is_never_taken_for_the_whole(url: str, proxy: FaultP
         assert got in (data, bytes(len(data)))
 
 
+def test_an_answer_that_is_cut_is_asked_for_again(storage: Storage, proxy: FaultProxy):
+    for key in ("a/f", "b/f", "c"):
+        put(storage, key, key.encode())
+    proxy.once("cut", "GET", "list-type")
+    assert storage.list() == [("a/f", 3), ("b/f", 3), ("c", 1)]
+    proxy.once("cut", "GET", "list-type")
+    assert storage.folders() == ("a", "b")
+    proxy.once("cut", "PUT", "copied")
+    assert storage.copy(storage, "a/f", "copied")
+    proxy.once("cut", "GET", "/none")  # the error of a file that is not there
+    assert storage.read_many(["none"], 10) == [None]
+    proxy.once("cut", "POST", "delete")
+    storage.delete(["a/f", "b/f"])
+    assert storage.list() == [("c", 1), ("copied", 3)]
+
+
 @pytest.mark.parametrize(
     ("condition", "why"), [("If-None-Match", r"If-None-Match: \* \(create\)"), ("If-Match", r"If-Match \(update\)")]
 )
