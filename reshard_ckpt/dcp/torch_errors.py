@@ -1,4 +1,4 @@
-"""A decorator that makes a call behave as torch's: it takes the same positional arguments, and its errors are torch's too.
+"""A decorator that makes a call behave as torch's: the same positional arguments, and torch's `CheckpointException` for errors.
 
 torch's `CheckpointException` is not a subclass of `Exception`, and handlers of either class must see the error. Its `failures`
 has the rank that failed, if it is known.

@@ -1,4 +1,4 @@
-"""Encoding an object as the name of its class and a plain value.
+"""Encoding an object of a listed class, such as a date, a path or an enum, as the name of its class and a plain value.
 
 A reader that has the class makes the object again; any other reader returns the plain value. So a checkpoint with an enum of a
 user's program opens everywhere, and classes can be added to the list without a new version of the format.

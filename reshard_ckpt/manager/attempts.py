@@ -1,4 +1,4 @@
-"""The log of a run's attempts, kept in its root: when each began, was last seen, and how it ended.
+"""The log of a run's attempts, kept in its root: when each began and how it ended; and the mean time between its failures.
 
 An attempt that was not closed has failed, so the log shows how often the job fails. Only rank 0 writes it, under the root's lock.
 It is a note (`engine/common/lineage.py`) with the last 1,000 attempts, and each write replaces all of it.

@@ -1,4 +1,4 @@
-"""Replacing functions of other packages by functions of this library, and importing a package when it is needed."""
+"""Replacing functions of other packages, importing a package when it is needed, and finding the newest folder of a Trainer."""
 
 from __future__ import annotations
 

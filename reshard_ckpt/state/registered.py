@@ -1,4 +1,4 @@
-"""Placements of DTensors that torch does not have, which a user defines by two functions (`register_placement`):
+"""Placements of DTensors that torch does not have, which a user defines by two functions (`register_placement`).
 
 1. `recognize` returns the dim that a placement cuts, and its numbers, which the catalog keeps.
 2. `cut` returns the ranges that each coordinate keeps of that dim, or of the flattened rest.

@@ -1,4 +1,4 @@
-"""Reading the objects in files of ``torch.save`` as plain and tagged values; no code runs.
+"""The classes and calls that a pickle of ``torch.save`` may name, and the values that they become; no code runs.
 
 1. `read_pickle` makes stand-ins for the classes that the pickle names. A pickle may name any class, but call only those in a
    list: plain data of numpy and torch, and members of enums of Megatron, DeepSpeed and their companions.

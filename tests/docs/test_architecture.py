@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "reshard_ckpt"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -20,6 +22,13 @@ def rooms() -> set[str]:
 def test_each_path_that_the_page_names_exists():
     assert len(NAMED) > 40
     assert [name for name in sorted(NAMED) if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
+
+
+def test_the_page_lists_each_module_with_the_first_line_of_its_docstring(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from list_modules import page
+
+    assert page() == PAGE, "run python docs/list_modules.py"
 
 
 def test_each_room_is_on_the_page():
