@@ -431,8 +431,12 @@ def _files_below(path: str, start: str) -> Iterator[tuple[str, int]]:
         if entry.is_dir(follow_symlinks=False):
             yield from _files_below(entry.path, f"{start}{entry.name}/")
             continue
-        # Another rank may delete files meanwhile; a link may lead nowhere.
-        with suppress(FileNotFoundError):
+        try:
             status = entry.stat()
-            if stat.S_ISREG(status.st_mode):
-                yield start + entry.name, status.st_size
+        except FileNotFoundError:
+            # A link may lead nowhere. A file was deleted meanwhile; or the system denies it from a cache, and the list is newer.
+            if entry.is_file(follow_symlinks=False):
+                yield start + entry.name, 0
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield start + entry.name, status.st_size
