@@ -277,7 +277,7 @@ class LocalStorage(Storage):
         for folders in sorted(names, key=len, reverse=True):
             where = self._path(folders)
             with _kept(errors), Explained("delete", where), suppress(FileNotFoundError), self._folder(folders) as folder:
-                for name in names[folders]:
+                for name in sorted(names[folders]):  # in the same order in each process
                     path = self._path((*folders, name))
                     self._open_files.forget(path)
                     with _kept(errors), Explained("delete", path), suppress(FileNotFoundError):
