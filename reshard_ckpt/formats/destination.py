@@ -242,14 +242,26 @@ def _partial_folder(dst: str, src: Sequence[str], identity: str | None, *, overw
     with Explained("write", path):
         _make_durable_folder(os.path.dirname(path))
         partial, lock = _lock_partial_folder(path, identity)
+        with _removed_at_end(partial, lock):
+            if lock is not None:
+                _remove_leftovers(path, partial)
+            _check_destination(dst, src, overwrite=overwrite)  # again: another process may have written there
+            yield path, partial
+
+
+@contextmanager
+def _removed_at_end(partial: str, lock: Lock | None) -> Iterator[None]:
+    """Remove a folder beside a destination after the ``with`` block, and release its lock."""
+    try:
         with lock or nullcontext():
             try:
-                if lock is not None:
-                    _remove_leftovers(path, partial)
-                _check_destination(dst, src, overwrite=overwrite)  # again: another process may have written there
-                yield path, partial
+                yield
             finally:
                 shutil.rmtree(partial, ignore_errors=True)  # while locked: later, it may be another's
+    finally:
+        # NFS keeps a deleted file, such as the lock's, under another name in the folder until it is closed.
+        with suppress(OSError):  # it is gone, or another process works in it by now
+            os.rmdir(partial)
 
 
 def _lock_partial_folder(path: str, identity: str | None) -> tuple[str, Lock | None]:
@@ -307,8 +319,8 @@ def _remove_leftovers(path: str, own: str) -> None:
             lock = _make_and_lock(entry)
             if lock is None:
                 raise _busy_error(path)
-            with lock:
-                shutil.rmtree(entry, ignore_errors=True)
+            with _removed_at_end(entry, lock):
+                pass
     # Old content: remove it if the new one is in place, else put it back, also if somebody has made an empty folder there since.
     for entry in (entry for entry, kind in left.items() if kind == "replaced"):
         if _is_occupied(path):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +44,7 @@ from .protocol import (
     ANY,
     Buffer,
     Document,
+    PublishUnknown,
     Storage,
     Version,
     Writer,
@@ -239,7 +241,11 @@ class LocalStorage(Storage):
             try:
                 self._compare(path, expected)
                 _write_new(folder, temporary, data)
-                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                try:
+                    os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+                except OSError as error:
+                    _refuse_unknown(error, folder, temporary, path)
+                    raise
             except BaseException:
                 with suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
@@ -256,8 +262,7 @@ class LocalStorage(Storage):
         if expected == ANY:
             return
         try:
-            with open(path, "rb") as file:
-                current = version_of(file.read())
+            current = version_of(read_at_most(path, sys.maxsize))
         except FileNotFoundError:
             current = ABSENT
         if current != expected:
@@ -272,7 +277,7 @@ class LocalStorage(Storage):
         for folders in sorted(names, key=len, reverse=True):
             where = self._path(folders)
             with _kept(errors), Explained("delete", where), suppress(FileNotFoundError), self._folder(folders) as folder:
-                for name in names[folders]:
+                for name in sorted(names[folders]):  # in the same order in each process
                     path = self._path((*folders, name))
                     self._open_files.forget(path)
                     with _kept(errors), Explained("delete", path), suppress(FileNotFoundError):
@@ -402,6 +407,21 @@ def _write_new(folder: int, name: str, data: bytes) -> None:
         os.close(fd)
 
 
+def _refuse_unknown(error: OSError, folder: int, temporary: str, path: str) -> None:
+    """After a failed rename delete the temporary file. Raise `PublishUnknown` if it is gone, so the rename may have been done.
+
+    A network file system may lose the answer to a rename, and then show the old file from its cache. It cannot answer a deletion
+    from its cache.
+    """
+    try:
+        os.unlink(temporary, dir_fd=folder)
+    except FileNotFoundError:
+        reason = f"{path}: cannot publish: {error.strerror}; it may hold the new file or the old one: load it, or save again"
+        raise PublishUnknown(reason) from error
+    except OSError:
+        pass  # the error of the rename says more
+
+
 def _files_below(path: str, start: str) -> Iterator[tuple[str, int]]:
     try:
         entries = list(os.scandir(path))
@@ -411,8 +431,12 @@ def _files_below(path: str, start: str) -> Iterator[tuple[str, int]]:
         if entry.is_dir(follow_symlinks=False):
             yield from _files_below(entry.path, f"{start}{entry.name}/")
             continue
-        # Another rank may delete files meanwhile; a link may lead nowhere.
-        with suppress(FileNotFoundError):
+        try:
             status = entry.stat()
-            if stat.S_ISREG(status.st_mode):
-                yield start + entry.name, status.st_size
+        except FileNotFoundError:
+            # A link may lead nowhere. A file was deleted meanwhile; or the system denies it from a cache, and the list is newer.
+            if entry.is_file(follow_symlinks=False):
+                yield start + entry.name, 0
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield start + entry.name, status.st_size

@@ -28,8 +28,12 @@ _MAX_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
 _READ_BYTES = 1 << 20
 """The number of bytes by which a file of unknown size is read, so that the memory for it grows with its size."""
 
+_TRIES = 10
+"""Number of attempts to read a file that other machines replace meanwhile."""
+
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
+_CANNOT = "this file system cannot do that: use another one, or the address of the store behind it, such as s3://bucket/prefix"
 _NEXT_STEPS = {
     errno.ENOSPC: "free space there, or save to another path",
     errno.EDQUOT: "free space within your quota, or save to another path",
@@ -37,14 +41,16 @@ _NEXT_STEPS = {
     errno.EPERM: "give this user the rights, or use another path",
     errno.EFBIG: "raise the limit of a file's size (ulimit -f), or use another file system",
     errno.EROFS: "mount it writable, or use another path",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n); if gcsfuse says so of a folder to rename, use gs://bucket/prefix",
     errno.ENFILE: "raise the system's limit of open files",
     errno.ENAMETOOLONG: "use a shorter path",
     errno.ELOOP: "a symbolic link stands in the way; writing follows none below the checkpoint's folder: remove it",
     errno.ENOTDIR: "a file or a symbolic link stands where a folder must be: remove it, or use another path",
     errno.EISDIR: "a folder stands where a file must be: remove it, or use another path",
     errno.EIO: "the device failed: look at the system's log, and use another disk",
-    errno.ESTALE: "the network file system lost it: mount it again",
+    errno.ESTALE: "another machine deleted or replaced it, or the network file system was mounted anew: try again",
+    errno.ENOSYS: _CANNOT,
+    errno.ENOTSUP: _CANNOT,
 }
 
 
@@ -101,7 +107,12 @@ def free_bytes_at(path: str) -> int | None:
     """Return the free bytes of a file system for this user, or None if unknown; the folder at `path` need not exist yet."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
-    status = os.statvfs(path)
+    try:
+        status = os.statvfs(path)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        return None
     if status.f_blocks == 0:  # some file systems in user space keep no count, and report this
         return None
     return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
@@ -176,14 +187,22 @@ def open_to_read(path: str) -> int:
 
 
 def read_at_most(path: str, limit: int) -> bytes:
-    """Read a file, at most its first `limit` bytes. If the file is smaller, a large limit costs no memory."""
-    fd = open_to_read(path)
-    data = bytearray()
-    try:
-        while len(data) < limit and (chunk := os.read(fd, min(_READ_BYTES, limit - len(data)))):
-            data += chunk
-    finally:
-        os.close(fd)
+    """Read a file, at most its first `limit` bytes. If the file is smaller, a large limit costs no memory.
+
+    A network file system may take the file away (ESTALE) if another machine replaces it meanwhile; then the new one is read.
+    """
+    for tries_left in reversed(range(_TRIES)):
+        fd, data = open_to_read(path), bytearray()
+        try:
+            while len(data) < limit and (chunk := os.read(fd, min(_READ_BYTES, limit - len(data)))):
+                data += chunk
+            break
+        except OSError as error:
+            if error.errno != errno.ESTALE or not tries_left:
+                raise
+        finally:
+            with suppress(OSError):  # from a network file system; it was only read
+                os.close(fd)
     return bytes(data)
 
 
@@ -261,6 +280,8 @@ class OpenFiles:
 
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
+_HELD = (errno.EAGAIN, errno.EACCES)
+"""The error codes for a lock that somebody else has. Linux's client of Windows shares (SMB) answers EACCES."""
 MOMENTS_S = 120.0
 """The longest time in seconds that `await_lock` waits. Its locks are held only for moments, but in these a process may allocate
 gigabytes of memory, or publish on a slow disk."""
@@ -370,12 +391,13 @@ def lock_attempts(path: str, timeout_s: float) -> Iterator[None]:
 def _takes(lock: FileLock, path: str, shared: bool) -> bool:
     try:
         fcntl.flock(lock.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
     except BaseException as error:
+        code = error.errno if isinstance(error, OSError) else None
+        if code in _HELD:
+            return False
         lock.release()
-        if isinstance(error, OSError) and error.errno in _NO_LOCKS:
-            raise LocksUnsupported(f"{path}: cannot lock: {error.strerror}; this file system has no locks") from error
+        if code in _NO_LOCKS:
+            raise LocksUnsupported(f"{path}: cannot lock: {os.strerror(code)}; this file system has no locks") from error
         raise
     return True
 

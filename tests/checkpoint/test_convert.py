@@ -39,6 +39,7 @@ from reshard_ckpt.errors import (
 from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats import destination
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
+from reshard_ckpt.storage.posix import FileLock
 from reshard_ckpt.torchfile.mapped import read_records
 from tests.checkpoint.test_resharding import files_of
 from tests.families.vescale import writing as vescale
@@ -831,6 +832,31 @@ def test_where_nothing_can_be_swapped_the_old_is_put_back_if_the_second_move_fai
     ):
         checkpoint.convert(tmp_path / "n", out, overwrite=True, cast={"model.*": "float64"})
     assert torch.equal(checkpoint.read(out)["model.layers.0.a"], tensors["layers.0.a"])
+    assert sorted(os.listdir(tmp_path)) == ["n", "out"]
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_where_an_open_file_cannot_be_deleted_no_folder_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool):
+    """NFS gives such a file another name in its folder until it is closed."""
+    save_some(tmp_path / "n")
+    unlink, close = os.unlink, FileLock.close
+
+    def renamed(path: str, *, dir_fd: int | None = None) -> None:
+        if path == "lock":
+            os.rename(path, ".nfs1", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        else:
+            unlink(path, dir_fd=dir_fd)
+
+    def closed(lock: FileLock) -> None:
+        close(lock)
+        for file in tmp_path.glob(".*/.nfs1"):
+            unlink(file)
+
+    monkeypatch.setattr(os, "unlink", renamed)
+    monkeypatch.setattr(FileLock, "close", closed)
+    if is_cut:
+        (tmp_path / f".out.{32 * '0'}.partial").mkdir()  # of another attempt
+    checkpoint.convert(tmp_path / "n", tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["n", "out"]
 
 

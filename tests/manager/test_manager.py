@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -379,6 +380,25 @@ def test_files_that_a_committed_catalog_refers_to_stay(root: str, name: str):
             manager.save(3, state(3))
         Manager(root, name=name).close()
         assert storage.folders() == (name.format(3),)
+
+
+def test_a_commit_that_a_cache_hides_from_this_machine_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A network file system may answer from its cache that a file is missing, which another machine has written since."""
+    with Manager(tmp_path) as manager:
+        manager.save(0, state(0))
+        manager.save(1, state(1))
+    stat, hidden = os.stat, str(tmp_path / "step_1" / CATALOG_KEY)
+
+    def cached(path: Any, **options: Any) -> os.stat_result:
+        if path == hidden:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", cached)
+    with pytest.raises(StorageError, match=r"step_1/catalog.msgpack: .* wait"):
+        Manager(tmp_path)
+    monkeypatch.undo()
+    assert checkpoint.verify(tmp_path / "step_1").ok
 
 
 def test_leftovers_of_dead_saves_go_and_nothing_else(root: str):

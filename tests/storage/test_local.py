@@ -6,9 +6,10 @@ import errno
 import fcntl
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,7 +148,8 @@ def fail(monkeypatch: pytest.MonkeyPatch, call: str, code: int, *, after: int = 
 @pytest.mark.parametrize(
     ("code", "step"),
     [(errno.ENOSPC, "free space"), (errno.EDQUOT, "quota"), (errno.EACCES, "rights"), (errno.EROFS, "writable"),
-     (errno.EIO, "another disk"), (errno.EMFILE, "ulimit"), (errno.EBUSY, "try again")],
+     (errno.EIO, "another disk"), (errno.EMFILE, "ulimit"), (errno.EBUSY, "try again"),
+     (errno.ENOSYS, "s3://bucket/prefix"), (errno.ENOTSUP, "s3://bucket/prefix"), (errno.ESTALE, "another machine")],
 )  # fmt: skip
 def test_a_refusal_names_the_path_the_reason_and_the_next_step(
     storage: LocalStorage, root: Path, monkeypatch: pytest.MonkeyPatch, code: int, step: str
@@ -568,6 +570,7 @@ def test_an_error_of_closing_a_file_that_was_only_read_or_locked_is_none(tmp_pat
         assert lock is not None
         lock.release()
         assert read_range(storage, "a", 1, 2) == [b"at"]
+        assert storage.read("a", 10) == b"data"
         storage.close()
     assert storage.lock("a") is not None
 
@@ -579,3 +582,27 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(LocksUnsupported, match="no locks"):
         LocalStorage(tmp_path).lock("f", make=True)
+
+
+def test_a_lock_that_another_machine_holds_on_a_windows_share_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Linux's client of such shares answers EACCES there, which POSIX allows."""
+
+    def held(fd: int, flags: int) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("fcntl.flock", held)
+    assert LocalStorage(tmp_path).lock("f", make=True) is None
+
+
+def test_a_document_that_another_machine_replaces_while_it_is_read_is_read_anew(storage: LocalStorage):
+    """A network file system may not keep the old file for those who have it open."""
+    storage.publish("catalog", b"old")
+
+    def replaced(real: Callable[..., bytes], args: tuple[Any, ...], options: dict[str, Any]) -> bytes:
+        LocalStorage(storage.url).publish("catalog", b"new")
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with faulty("read", 0, replaced):
+        assert storage.read("catalog", 10) == b"new"
+    with faulty("read", None, fails(errno.ESTALE)), pytest.raises(StorageError, match="Stale file handle"):
+        storage.read("catalog", 10)

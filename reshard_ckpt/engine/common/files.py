@@ -196,7 +196,7 @@ def open_same(comm: Comm, where: str, read: Callable[[Found | None], Identified[
     elif opened.identity != wanted:
         raise CorruptError(
             f"{where}: rank {comm.rank} reads another catalog than rank 0; load from a path that all ranks share, "
-            "and not while a save replaces it"
+            "and not while a save replaces it; on a network file system, wait until the caches of its machines are up to date"
         )
     elif comm.rank == first and others:
         comm.broadcast_near(lent)

@@ -210,6 +210,9 @@ def remove_step(
 def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s: float | None = None) -> None:
     """Remove the files of saves and of their export from a step's folder that has no catalog; other files stay.
 
+    A network file system may have answered from its cache that the catalog is missing, after another machine wrote it. If a new
+    list of the folder has it, raise `StorageError`: the checkpoint is whole.
+
     Files whose keys are in `referred` stay, because other checkpoints need them. If somebody reads these files, all stay. With
     `before_s`, in seconds since 1970, files of saves that began later stay: such a save may be under way. Files of an offline
     reshard under way stay too.
@@ -219,6 +222,11 @@ def remove_files(root: Storage, folder: str, referred: frozenset[str], before_s:
     listed = [key for key, _ in root.list(folder)]
     if is_read(root, listed):
         return
+    if root.hints.has_locks and f"{folder}/{CATALOG_KEY}" in listed:
+        raise StorageError(
+            f"{root.url}/{folder}/{CATALOG_KEY}: there in the list of the folder, but not found by its name, or just written: "
+            "wait until the file system's cache on this machine is up to date, and begin again; nothing was deleted"
+        )
     keys = [key.removeprefix(f"{folder}/") for key in listed]
     is_exported = min(exported_saves(keys), default="9") < last
     with ExitStack() as leases:

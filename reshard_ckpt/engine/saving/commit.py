@@ -393,7 +393,11 @@ def _check_files_visible(storage: Storage, receipts: Receipts, before: PreviousC
                 # Another save has committed meanwhile, and deleted the file as a leftover of an unfinished save.
                 raise conflict(f"{storage.url}/{CATALOG_KEY}", before.version, found)
             rank, found_text = receipts.rank[i // 2], "no such file" if seen is None else f"{seen} bytes"
-            step = "save to a path that all ranks share" if rank else "somebody deletes or replaces files there: leave them alone"
+            step = (
+                "save to a path that all ranks share, on a file system that shows a synced file to all machines at once"
+                if rank
+                else "somebody deletes or replaces files there: leave them alone"
+            )
             raise MissingKey(
                 f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
                 f"{found_text}; {step}"

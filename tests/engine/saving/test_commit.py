@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -29,6 +31,7 @@ from reshard_ckpt.storage.memory import MemoryStorage
 from reshard_ckpt.storage.protocol import PublishUnknown
 from tests.jobs import joined, plan_job, save_job, write_assignment
 from tests.layouts import values_of
+from tests.reliability.faults import faulty
 
 
 def whole(
@@ -328,5 +331,24 @@ def test_a_catalog_that_may_still_come_keeps_the_files(tmp_path: Path, monkeypat
     monkeypatch.undo()
     assert torch.equal(checkpoint.read(tmp_path)["w"], torch.arange(3))
     late[0]()
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.arange(3) + 10)
+    assert checkpoint.verify(tmp_path).ok
+
+
+def test_a_rename_that_was_done_and_reported_as_failed_keeps_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A network file system may lose the answer to a rename, and show this machine the old catalog from its cache for a while."""
+
+    def loses_the_answer(real: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        real(*args, **options)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    checkpoint.save(tmp_path, {"w": torch.arange(3)})
+    cached = save_module.read_previous(LocalStorage(tmp_path))
+    monkeypatch.setattr(save_module, "read_previous", lambda storage: cached)
+    with (
+        faulty("replace", 0, loses_the_answer),
+        pytest.raises(PublishUnknown, match="it may hold the new file or the old one"),
+    ):
+        checkpoint.save(tmp_path, {"w": torch.arange(3) + 10})
     assert torch.equal(checkpoint.read(tmp_path)["w"], torch.arange(3) + 10)
     assert checkpoint.verify(tmp_path).ok
