@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, SupportsIndex
 
 from ..checkpoint.listing import metric_of
+from ..checkpoint.loading import options_of
+from ..comm import refuse_session
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport
 from ..engine.common.step_folders import StepNames, name_steps
@@ -28,6 +31,7 @@ class RunSteps:
     """
 
     _root: str
+    _session: dict[str, Any]
     _process: int
     _read_only: bool
     _is_closed: bool
@@ -124,8 +128,10 @@ class RunSteps:
         return self._load(step, state, options, goes_on=True)
 
     def _load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any], *, goes_on: bool) -> LoadReport:
-        self._refuse_unless_open("load")
-        step = checked_step(step)
+        with self._refusing("load"):
+            self._refuse_unless_open("load")
+            step = checked_step(step)
+            options_of(options)
         self._wait()
         try:
             return self._restoring.load(step, state, options, goes_on=goes_on).report
@@ -157,9 +163,20 @@ class RunSteps:
         MismatchError
             Checkpoint and state disagree.
         """
-        self._refuse_unless_open("load_latest")
+        with self._refusing("load_latest"):
+            self._refuse_unless_open("load_latest")
+            options_of(options)
         self._wait()
         return self._restoring.load_latest(state, options)
+
+    @contextmanager
+    def _refusing(self, call: str) -> Iterator[None]:
+        """Raise an error of the ``with`` block, which checks arguments, on all ranks, which open a session next."""
+        try:
+            yield
+        except UsageError as error:
+            refuse_session(error, call, self._root, **self._session)
+            raise
 
     def _wait(self) -> None:
         """Wait for the saves in progress and for the pruning after each."""
