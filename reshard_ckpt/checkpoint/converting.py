@@ -360,9 +360,8 @@ def _select(
     if not tensors and not values:
         found = taken if taken.values else selected
         if found.values and not found.tensors:
-            raise UsageError(
-                f"{found.values[0]}: nothing that was selected is a tensor, and safetensors hold no values; pass another to="
-            )
+            why = "safetensors hold no values" if to == "safetensors" else f"to={to!r} has no place for empty values"
+            raise UsageError(f"{found.values[0]}: nothing that was selected is a tensor, and {why}; pass another to=")
         raise UsageError(
             f"root={top!r}: nothing that was selected lies below it; pass another root=: the checkpoint has "
             f"{top_level_keys(catalog)}"

@@ -11,6 +11,7 @@ from ..core.planning.interval import MAX_OVERHEAD, Goodput, JobFigures, best_goo
 from ..core.report import duration_s, plural
 from ..errors import UsageError
 from ..formats.source import Path
+from ..storage import path_text
 from .plotting import PICTURES, check_suffix, load_plotting, write_picture
 
 GB = 1e9
@@ -116,7 +117,7 @@ def goodput(
     better = {what: best_goodput(other, max_overhead) for what, other in _alternatives(job).items()}
     report = GoodputReport(job, best_goodput(job, max_overhead), better)
     if output is not None:
-        file = pathlib.Path(output)
+        file = pathlib.Path(path_text(output))
         check_suffix(file, PICTURES, "the picture of intervals")
         plotting = load_plotting()
         figure = plotting.draw_goodput(report.job, report.best)

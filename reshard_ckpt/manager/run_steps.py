@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, SupportsIndex
+from operator import index as as_int
+from typing import Any
 
 from ..checkpoint.listing import metric_of
 from ..checkpoint.loading import options_of
@@ -208,6 +209,10 @@ class RunSteps:
 
 def checked_step(step: int) -> int:
     """Return a step as an int; raise a `UsageError` if it is not a whole number from 0 to 2⁶³ - 1."""
-    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or not 0 <= step.__index__() < 1 << 63:
+    try:
+        number = -1 if isinstance(step, bool) else as_int(step)
+    except (TypeError, RuntimeError):  # of tensors and arrays that hold no whole number, or several
+        number = -1
+    if not 0 <= number < 1 << 63:
         raise UsageError(f"step={step!r:.80}: pass a whole number, 0 or more, and below 2⁶³")
-    return step.__index__()
+    return number
