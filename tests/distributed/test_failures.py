@@ -258,6 +258,7 @@ def test_an_argument_that_one_rank_may_not_pass_is_refused_on_all_ranks_at_once(
             "metric": lambda: manager.async_save(2, state, metric="x" if wrong else 1.0),
             "verify": lambda: manager.load(1, state, verify=None if wrong else True),
             "cast": lambda: manager.load_latest(state, cast="w" if wrong else False),
+            "alive": lambda: checkpoint.recover(state, alive=None if wrong else True, manager=manager),  # type: ignore[arg-type]
         }
         for option, call in calls.items():
             with pytest.raises(UsageError, match=f"^{option}=" if wrong else f"^rank 1: {option}="):
