@@ -208,7 +208,7 @@ def check_count(option: str, value: Any, least: int, *, or_none: bool = False) -
 
 def check_choice(option: str, value: object, choices: Collection[str]) -> None:
     """Raise `UsageError` unless the option's value is one of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise UsageError(f"{option}={value!r}: pass one of {', '.join(map(repr, choices))}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from reshard_ckpt import checkpoint
+from reshard_ckpt import LocalShard, Shards, checkpoint, register_placement
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.manager.run_steps import checked_step
 
@@ -113,3 +113,47 @@ def test_a_format_without_a_place_for_the_only_value_is_named(tmp_path: Path):
 def test_a_key_that_cannot_be_saved_names_its_dict(tmp_path: Path):
     with pytest.raises(UsageError, match=r"^extra\.<object object at \w+>: its keys\[1\]: a builtins.object cannot be saved"):
         checkpoint.save(tmp_path / "ckpt", {"extra": {object(): 1}})
+
+
+@pytest.mark.parametrize("value", [None, "x", math.nan, True, [1], pytest.param(10**400, id="huge")])
+@pytest.mark.parametrize(
+    "option", ["state_gb", "write_gbps", "copy_gbps", "stall", "nodes", "copies", "node_share", "max_overhead"]
+)
+def test_goodput_names_what_is_no_number(option: str, value: Any):
+    if (option, value) == ("copies", None):
+        return
+    figures: dict[str, Any] = {"state_gb": 1, "write_gbps": 1, "mtbf": "1h", option: value}
+    with pytest.raises(UsageError, match=f"^{option}="):
+        checkpoint.goodput(**figures)
+
+
+@pytest.mark.parametrize("folder", ["", None, 3, "a\0b", b"x", "memory://x", "s3://bucket/x"], ids=repr)
+def test_a_folder_of_memory_is_a_path(folder: Any):
+    with pytest.raises(UsageError, match="path"):
+        checkpoint.Memory(folder=folder)
+
+
+def test_a_folder_of_memory_may_be_a_path_or_in_the_home(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert checkpoint.Memory(folder="~/fast").folder == "/home/me/fast"
+    assert checkpoint.Memory(folder=Path("/mnt/fast")).folder == "/mnt/fast"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "declare",
+    [
+        lambda: LocalShard(torch.ones(2), (torch.tensor(2, device="meta"),), (0,)),
+        lambda: LocalShard(torch.ones(2), (2,), pieces=3),  # type: ignore[arg-type]
+        lambda: Shards(3),  # type: ignore[arg-type]
+        lambda: Shards(None),  # type: ignore[arg-type]
+        lambda: register_placement(None, recognize=print, cut=print),  # type: ignore[arg-type]
+        lambda: register_placement("no_function", recognize=3, cut=print),  # type: ignore[arg-type]
+        lambda: checkpoint.TouchedRows(None),  # type: ignore[arg-type]
+        lambda: checkpoint.TouchedRows(torch.ones(3, 2)),
+        lambda: checkpoint.TouchedRows(torch.nn.Embedding(2, 2), policy=["touched"]),  # type: ignore[arg-type]
+        lambda: checkpoint.TouchedRows(torch.nn.Embedding(2, 2), policy="sampled", fraction="x"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_declaration_of_wrong_types_is_refused(declare: Callable[[], Any]):
+    with pytest.raises(UsageError):
+        declare()
