@@ -27,6 +27,7 @@ from reshard_ckpt.errors import (
     StorageError,
     UnsupportedError,
 )
+from reshard_ckpt.torchfile.zip_records import ZipRecords
 from tests.checkpoint.test_convert import as_bytes
 from tests.damage import Calls
 from tests.layouts import shapes, values_of
@@ -415,3 +416,29 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, error:
     torch.save({"w": torch.arange(3.0)}, tmp_path / "w.pt")
     with mock.patch("torch.load", side_effect=error), pytest.raises(raised):
         checkpoint.read(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("while_opened", [True, False])
+def test_a_disk_that_fails_once_does_not_make_a_file_damaged(while_opened: bool):
+    saved = io.BytesIO()
+    torch.save({"w": torch.arange(3.0)}, saved)
+
+    class Failing(io.BytesIO):
+        """A file whose next read fails."""
+
+        fails = while_opened
+
+        def read(self, size: int | None = -1) -> bytes:
+            if self.fails:
+                self.fails = False
+                raise OSError(errno.EIO, "Input/output error")
+            return super().read(size)
+
+    file = Failing(saved.getvalue())
+    if while_opened:
+        with pytest.raises(OSError, match="Input/output error"):
+            ZipRecords(file, "w.pt")
+    records = ZipRecords(file, "w.pt")
+    file.fails = True
+    with pytest.raises(OSError, match="Input/output error"):
+        records.read("data.pkl")
