@@ -258,12 +258,16 @@ def test_an_argument_that_one_rank_may_not_pass_is_refused_on_all_ranks_at_once(
             "metric": lambda: manager.async_save(2, state, metric="x" if wrong else 1.0),
             "verify": lambda: manager.load(1, state, verify=None if wrong else True),
             "cast": lambda: manager.load_latest(state, cast="w" if wrong else False),
+            "staged": lambda: checkpoint.reshard_live(state, {"w": torch.zeros(6)}, staged=0 if wrong else True),  # type: ignore[arg-type]
+            "memory_bytes": lambda: checkpoint.LiveReshard(state, {"w": torch.zeros(6)}, memory_bytes=1 if wrong else 1 << 20),
             "alive": lambda: checkpoint.recover(state, alive=None if wrong else True, manager=manager),  # type: ignore[arg-type]
         }
         for option, call in calls.items():
             with pytest.raises(UsageError, match=f"^{option}=" if wrong else f"^rank 1: {option}="):
                 call()
             assert checkpoint.load(tmp_path / "a", state).num_tensors == 1
+    with pytest.raises(CheckpointNotFound, match="pass manager= or path= to go back"):
+        checkpoint.recover(state, alive=False, path=None if wrong else tmp_path / "a")
 
 
 @on_ranks(2)
