@@ -116,7 +116,8 @@ def diff(
     PeerError
         Another rank failed or did not arrive.
     """
-    session = open_session("diff", f"{a} {b}", process_group=process_group, timeout_s=timeout_s)
+    call = "diff(values=True)" if values else "diff"  # ranks that differ in it get an error that says so
+    session = open_session(call, f"{a} {b}", process_group=process_group, timeout_s=timeout_s)
     with (
         session as comm,
         open_shared_source(comm, a, timeout_s=timeout_s) as one,

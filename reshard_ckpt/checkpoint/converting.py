@@ -250,7 +250,7 @@ def convert(
     check_choice("to", to, (*WRITTEN_HERE, *writers))
     max_bytes, writer = parse_size(max_shard_size), None if to in WRITTEN_HERE else writers[to]
     forms = writer.forms if writer is not None else {form: {} for form in OPTIMIZER_FORMS if to == "dcp"}
-    if optimizer is not None and optimizer not in forms:
+    if optimizer is not None and (not isinstance(optimizer, str) or optimizer not in forms):
         known = {"dcp": OPTIMIZER_FORMS, **{written.name: tuple(written.forms) for written in writers.values() if written.forms}}
         choices = "; ".join(f"for to={name!r}, {' and '.join(map(repr, of_one))}" for name, of_one in known.items())
         raise UsageError(
@@ -360,9 +360,8 @@ def _select(
     if not tensors and not values:
         found = taken if taken.values else selected
         if found.values and not found.tensors:
-            raise UsageError(
-                f"{found.values[0]}: nothing that was selected is a tensor, and safetensors hold no values; pass another to="
-            )
+            why = "safetensors hold no values" if to == "safetensors" else f"to={to!r} has no place for empty values"
+            raise UsageError(f"{found.values[0]}: nothing that was selected is a tensor, and {why}; pass another to=")
         raise UsageError(
             f"root={top!r}: nothing that was selected lies below it; pass another root=: the checkpoint has "
             f"{top_level_keys(catalog)}"

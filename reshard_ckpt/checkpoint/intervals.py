@@ -5,15 +5,16 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import inf
 
 from ..core.planning.interval import MAX_OVERHEAD, Goodput, JobFigures, best_goodput
 from ..core.report import duration_s, plural
 from ..errors import UsageError
 from ..formats.source import Path
+from ..storage import path_text
 from .plotting import PICTURES, check_suffix, load_plotting, write_picture
 
 GB = 1e9
+_MOST = 1e200
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +90,14 @@ def goodput(
     read_gbps = write_gbps if read_gbps is None else read_gbps
     rates = {"write_gbps": write_gbps, "read_gbps": read_gbps, "copy_gbps": copy_gbps}
     for option, value in {"state_gb": state_gb, **rates, "nodes": nodes, "max_overhead": max_overhead}.items():
-        if not 0 < value < inf:
-            raise UsageError(f"{option}={value!r}: pass a number above 0")
+        if not _is_number(value) or not value > 0:
+            raise UsageError(f"{option}={value!r:.80}: pass a number above 0")
     for option, share in {"node_share": node_share, "double_share": double_share, "max_overhead": max_overhead}.items():
-        if not 0 <= share <= 1:
+        if not _is_number(share) or not 0 <= share <= 1:
             raise UsageError(f"{option}={share!r}: a share is between 0 and 1")
-    if not 0 <= stall < inf:
-        raise UsageError(f"stall={stall!r}: pass seconds, 0 or more")
-    if copies is not None and not 0 <= copies < nodes:
+    if not _is_number(stall) or not stall >= 0:
+        raise UsageError(f"stall={stall!r:.80}: pass seconds, 0 or more")
+    if copies is not None and (not _is_number(copies) or not 0 <= copies < nodes):
         raise UsageError(
             f"copies={copies!r} with nodes={nodes!r}: copies lie on other nodes: pass copies from 0 to {nodes - 1}, or more nodes"
         )
@@ -116,12 +117,17 @@ def goodput(
     better = {what: best_goodput(other, max_overhead) for what, other in _alternatives(job).items()}
     report = GoodputReport(job, best_goodput(job, max_overhead), better)
     if output is not None:
-        file = pathlib.Path(output)
+        file = pathlib.Path(path_text(output))
         check_suffix(file, PICTURES, "the picture of intervals")
         plotting = load_plotting()
         figure = plotting.draw_goodput(report.job, report.best)
         write_picture(file, plotting.rendered(figure, "Time lost by the interval between saves", file.suffix))
     return report
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a finite number, far enough below the largest float to be multiplied by units."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST
 
 
 def _alternatives(job: JobFigures) -> dict[str, JobFigures]:

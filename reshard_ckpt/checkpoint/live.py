@@ -10,6 +10,7 @@ from ..comm import Turn, interrupts_held, open_turn
 from ..core.report import LoadReport
 from ..engine.common.tensor_bytes import public_call
 from ..engine.loading.load import LoadOptions
+from ..errors import UsageError
 from .live_job import Job
 from .live_states import Options, State
 from .loading import Patterns
@@ -83,14 +84,14 @@ def reshard_live(
     PeerError
         Another rank failed or did not arrive; the message lists the tensors that had been overwritten, on any rank.
     """
-    options = Options(
-        LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES, sides=SIDES),
-        rename,
-        staged,
-        memory_bytes,
-        replicas,
-    )
-    with public_call(), _turn(process_group, timeout_s, replicas).opened() as comm:
+    turn = _turn(process_group, timeout_s, replicas)
+    try:
+        load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES, sides=SIDES)
+        options = Options(load, rename, staged, memory_bytes, replicas)
+    except UsageError as error:
+        turn.give_up(error)
+        raise
+    with public_call(), turn.opened() as comm:
         return Job(src, dst, options, process_group, timeout_s).reshard_once(comm)
 
 
@@ -136,10 +137,15 @@ class LiveReshard:
         memory_bytes: int = MEMORY_BYTES,
         timeout_s: float = 600.0,
     ) -> None:
-        load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES, sides=SIDES)
-        options = Options(load, rename, staged, memory_bytes, replicas, delta)
         self._turn = partial(_turn, process_group, timeout_s, replicas, delta=delta)
-        with public_call(), self._turn().opened() as comm:
+        turn = self._turn()
+        try:
+            load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES, sides=SIDES)
+            options = Options(load, rename, staged, memory_bytes, replicas, delta)
+        except UsageError as error:
+            turn.give_up(error)
+            raise
+        with public_call(), turn.opened() as comm:
             self._job = Job(src, dst, options, process_group, timeout_s).begin(comm)
 
     def run(self) -> LoadReport:

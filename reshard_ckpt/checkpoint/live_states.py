@@ -14,7 +14,7 @@ from ..comm.exchange import HOST, carries
 from ..comm.group import current_accelerator
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints
-from ..core.report import check_choice
+from ..core.report import check_choice, check_count
 from ..engine.common.rename import renamed
 from ..engine.common.rounds import NUM_BUFFERS
 from ..engine.loading.load import LoadOptions
@@ -48,10 +48,10 @@ class Options:
 
     def __post_init__(self) -> None:
         check_choice("replicas", self.replicas, ("verify", "trust"))
-        if type(self.delta) is not bool:
-            raise UsageError(f"delta={self.delta!r}: pass True or False")
-        if self.memory_bytes < MIN_MEMORY_BYTES:
-            raise UsageError(f"memory_bytes={self.memory_bytes}: messages need at least {MIN_MEMORY_BYTES} bytes")
+        for option in ("delta", "staged"):
+            if type(value := getattr(self, option)) is not bool:
+                raise UsageError(f"{option}={value!r:.200}: pass True or False")
+        check_count("memory_bytes", self.memory_bytes, MIN_MEMORY_BYTES)
 
     @property
     def compares(self) -> bool:

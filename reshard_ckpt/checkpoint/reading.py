@@ -27,6 +27,9 @@ from ..formats.source import NATIVE, Path, Source, open_shared_source, open_sour
 from ..storage import path_text
 from .selecting import match_names
 
+MAX_WORKERS = 1024
+"""The most threads that ``workers=`` may ask for; each takes 8 MiB."""
+
 
 def read_values(path: Path, chosen: Callable[[str], bool]) -> tuple[Catalog, dict[str, Any]]:
     """Return a checkpoint's catalog, and a dict of the values for whose names `chosen` returns True."""
@@ -150,8 +153,8 @@ def write_manifest(path: Path, *, workers: int | None = None, progress: bool | O
 
 def check_workers(workers: int | None) -> None:
     """Raise UsageError unless the option ``workers=`` is a positive number of threads, or None."""
-    if workers is not None and (type(workers) is not int or workers < 1):
-        raise UsageError(f"workers={workers!r}: pass a number of threads, from 1 on")
+    if workers is not None and (type(workers) is not int or not 1 <= workers <= MAX_WORKERS):
+        raise UsageError(f"workers={workers!r:.80}: pass a number of threads, from 1 to {MAX_WORKERS:,}")
 
 
 MANIFEST = "a manifest is made of this library's checkpoints"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -33,13 +33,16 @@ class SelectedNames(NamedTuple):
 def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
     """Select the tensors and values of these names; None selects all.
 
-    Raise `MismatchError` if the checkpoint has nothing for one of the names.
+    Raise `MismatchError` if the checkpoint has nothing for one of the names, and `UsageError` if they are no list of text.
     """
     kinds = saved.names, saved.value_names, tuple(saved.unreadable)
     if names is None:
         return SelectedNames(*map(list, kinds))
     if isinstance(names, str):
         raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
+    # A generator would be empty after its first use here.
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{names!r:.200}: pass a list of names, each of them text")
     everything = [name for known in kinds for name in known]
     matched = {name: frozenset(matching(everything, name)) for name in names}
     found = {name: [[one for one in known if one in matched[name]] for known in kinds] for name in names}

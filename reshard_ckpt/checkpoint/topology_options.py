@@ -10,7 +10,7 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.names import optimizer_of, state_name
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.report import check_text
-from ..engine.common.rename import renamed
+from ..engine.common.rename import check_rename, renamed
 from ..engine.loading.saved_values import blob_reader
 from ..errors import UsageError
 from ..formats.source import Source
@@ -42,6 +42,8 @@ def stage_boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...
     """Return the first layer of each pipeline stage except stage 0; None if layers are to be divided evenly."""
     if stages is None:
         return None
+    if not isinstance(stages, Sequence):
+        raise UsageError(f"stages={stages!r:.200}: pass a list: the first layer of each pipeline stage but the first")
     if "pp" not in mesh.axes:
         raise UsageError(f"stages={list(stages)}: the mesh {mesh.by_axis} has no axis pp; add it")
     size = mesh.sizes[mesh.axes.index("pp")]
@@ -69,6 +71,8 @@ def read_rules(rules: Any) -> Any:
         raise UsageError(f"{where}: cannot be read: {error.strerror}; pass a YAML file") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{where}: cannot be read as YAML: {error}; save it as UTF-8") from error
+    except ValueError as error:  # a text that cannot be a path
+        raise UsageError(f"rules: {rules!r:.200}: is not a path: {error}; pass a YAML file") from error
     if len(data) > MAX_RULES_BYTES:
         raise UsageError(f"{where}: has over {MAX_RULES_BYTES} bytes; pass a YAML file of rules")
     return _parsed(text, where)
@@ -122,6 +126,7 @@ def renamed_catalog(source: Source, rename: Mapping[str, str] | Callable[[str], 
     catalog = source.catalog
     if rename is None:
         return catalog
+    check_rename(rename)
     if isinstance(rename, Mapping):
         saved_names = {*catalog.names, *catalog.value_names, *catalog.unreadable}
         saved_names |= {".".join(parts[:i]) for parts in (name.split(".") for name in saved_names) for i in range(1, len(parts))}

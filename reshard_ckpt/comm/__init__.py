@@ -3,7 +3,15 @@
 from .exchange import Exchange, open_exchange
 from .interrupts import interrupts_allowed, interrupts_held
 from .protocol import ALONE, Comm, SoloComm, merge_of_all, union, value_of_first
-from .sessions import launched_group, open_session, open_session_by_name, open_turn, shared_store, values_of_all
+from .sessions import (
+    launched_group,
+    open_session,
+    open_session_by_name,
+    open_turn,
+    refuse_session,
+    shared_store,
+    values_of_all,
+)
 from .store import StoreComm, give_up_sessions
 from .turns import CHANGED, FAILED, Turn
 
@@ -25,6 +33,7 @@ __all__ = [
     "open_session",
     "open_session_by_name",
     "open_turn",
+    "refuse_session",
     "shared_store",
     "union",
     "value_of_first",

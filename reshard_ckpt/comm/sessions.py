@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import PeerError, UsageError
+from ..errors import CheckpointError, PeerError, UsageError
 from .bounded import BoundedStore, bounded, named_failure
 from .calls import call_of
 from .group import Group, Missed, SessionCounter, group_of_ranks
@@ -62,6 +62,20 @@ def open_session(
         return nullcontext(SoloComm())
 
     return _place(group, kind, subject, timeout_s, NodeComm).session()
+
+
+def refuse_session(
+    error: BaseException, kind: str, subject: str, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
+) -> None:
+    """Raise an error of this rank on the other ranks too: refuse the session that they open next, for the same call.
+
+    A call uses it for an argument that it checks before its session, and then raises the error. Otherwise the others would wait
+    for this rank, also in their next calls. If they cannot be reached with `process_group` and `timeout_s`, nothing is done.
+    """
+    with suppress(CheckpointError):
+        group = current_group(process_group, timeout_s)
+        if group is not None:
+            _place(group, kind, subject, timeout_s, NodeComm).refuse(error)
 
 
 def open_session_by_name(
@@ -229,6 +243,14 @@ class Place(Generic[AnyComm]):
         finally:
             comm.leave()
             comm.undo()
+
+    def refuse(self, error: BaseException) -> None:
+        """Refuse the session, without opening it, because of an error of this rank, which all other ranks raise there."""
+        comm = self._arrive()
+        try:
+            comm.abort(error)
+        finally:
+            comm.leave()
 
     def _arrive(self) -> AnyComm:
         """Make the `Comm` of the session.

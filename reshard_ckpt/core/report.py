@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import SequenceMatcher
@@ -207,7 +208,7 @@ def check_count(option: str, value: Any, least: int, *, or_none: bool = False) -
 
 def check_choice(option: str, value: object, choices: Collection[str]) -> None:
     """Raise `UsageError` unless the option's value is one of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise UsageError(f"{option}={value!r}: pass one of {', '.join(map(repr, choices))}")
 
 
@@ -221,9 +222,12 @@ def check_patterns(option: str, patterns: object) -> None:
         other = "; strict=False loads whatever fits" if option == "ignore" else ""
         raise UsageError(f"{option}={patterns}: pass a list of patterns{other}")
     # A map of patterns to dtypes is for `reshard` and `convert`; here its dtypes would be passed over in silence.
-    is_list = isinstance(patterns, Collection) and not isinstance(patterns, dict) and all(isinstance(p, str) for p in patterns)
-    if not isinstance(patterns, bool) and not is_list:
+    if isinstance(patterns, bool):
+        return
+    if not isinstance(patterns, Collection) or isinstance(patterns, dict) or not all(isinstance(p, str) for p in patterns):
         raise UsageError(f"{option}={patterns!r}: pass a list of patterns, each of them text")
+    for pattern in patterns:
+        check_text(pattern, f"a pattern of {option}=")
 
 
 def plural(count: int, singular: str, plural_form: str | None = None) -> str:
@@ -346,11 +350,11 @@ def duration_s(text: str | float, *, option: str, or_zero: bool = False, other: 
         if match and match[2] in _UNITS:
             seconds = float(match[1]) * _UNITS[match[2]]
     elif isinstance(text, int | float) and not isinstance(text, bool):
-        seconds = float(text)
-    if not (0 < seconds < math.inf or (or_zero and seconds == 0)):
-        what = f'{other}a duration above zero: seconds, or text such as "90s", "10min", "6h", "2d"'
-        raise UsageError(f"{option}={text!r}: wanted {what}")
-    return seconds
+        seconds = text
+    if not (0 < seconds <= sys.float_info.max or (or_zero and seconds == 0)):  # an int may be larger than any float
+        what = f"{other}a duration {'of zero or more' if or_zero else 'above zero'}"
+        raise UsageError(f'{option}={text!r:.80}: wanted {what}: seconds, or text such as "90s", "10min", "6h", "2d"')
+    return float(seconds)
 
 
 def duration_text(seconds: float) -> str:

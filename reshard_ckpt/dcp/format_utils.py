@@ -58,7 +58,7 @@ def torch_save_to_dcp(torch_save_path: Path, dcp_checkpoint_dir: Path) -> None:
     """
     try:
         state = torch.load(torch_save_path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(torch_save_path))
-    except OSError:
+    except (OSError, MemoryError):
         raise
     except Exception as error:  # torch raises pickle's errors, zip's and others, which have no class in common
         raise UnsupportedError(f"{torch_save_path}: is not a file of tensors and plain values alone ({error})") from error

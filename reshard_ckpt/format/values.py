@@ -125,13 +125,13 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def encode_path(keys: Sequence[Any]) -> bytes:
-    """Encode a path: the keys that lead to a value in the state. The keys keep their types.
+def encode_path(keys: Sequence[Any], name: str = "") -> bytes:
+    """Encode a path: the keys that lead to a value in the state. The keys keep their types. `name` is for messages.
 
     >>> decode_path(encode_path(["extra", 3, (1, "a")]))
     ('extra', 3, (1, 'a'))
     """
-    return encode_value(list(keys), "path in the state")
+    return encode_value(list(keys), f"{name}: its keys" if name else "path in the state")
 
 
 def decode_path(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:

@@ -140,6 +140,8 @@ def _check_values(catalog: Catalog, values: Mapping[str, Any]) -> None:
 def _is_loadable(value: Any) -> bool:
     try:
         torch.load(io.BytesIO(object_bytes(value, "")), weights_only=True)
+    except MemoryError:
+        raise
     except Exception:  # any error of torch here would also occur with the whole file
         return False
     return True

@@ -266,8 +266,7 @@ class Manager(RunSteps):
         -------
         SaveReport
         """
-        step = checked_step(step)
-        path = self._begin("save", step, state)
+        step, path = self._begin("save", step, state)
         if self._memory is not None:
             self._wait()
             self._memory.wait_for(step)
@@ -299,8 +298,7 @@ class Manager(RunSteps):
         -------
         SaveHandle
         """
-        step = checked_step(step)
-        path = self._begin("async_save", step, state)
+        step, path = self._begin("async_save", step, state)
         with self._preemption.deferring():
             self._costs.begin()
             try:
@@ -336,21 +334,23 @@ class Manager(RunSteps):
             handle.add_done_callback(settle)
         return handle
 
-    def _begin(self, call: str, step: int, state: Mapping[str, Any]) -> str:
-        """Check that a save may begin, and return the path to save to.
+    def _begin(self, call: str, step: int, state: Mapping[str, Any]) -> tuple[int, str]:
+        """Check that a save may begin, and return the step as an int, and the path to save to.
 
         With ``on_failure="warn"``, wait for earlier saves, and let the ranks compare their failures: collective then.
         """
-        self._refuse_unless_open(call)
-        self._refuse_read_only()
-        if self._exports is not None:
-            self._exports.find_model(state)
+        with self._refusing(call):
+            step = checked_step(step)
+            self._refuse_unless_open(call)
+            self._refuse_read_only()
+            if self._exports is not None:
+                self._exports.find_model(state)
         path = self._stored.new_path(step)
         if self._tolerated.are_tolerated:
             self._wait()
             with open_session("save", f"{self._root} at step {step}", **self._session) as comm:
                 self._tolerated.compare(comm)
-        return path
+        return step, path
 
     def _options(self, metadata: Any, metric: float | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return all options of a save. An incremental save first waits for the one in progress, which may be its base."""
@@ -358,7 +358,9 @@ class Manager(RunSteps):
         if self._full_every:
             self._wait()
             base = {"base": partial(self._stored.next_base, self._full_every)}
-        return {"metadata": with_metric(metadata, metric), **self._session, "grace": self._grace_s, **base, **options}
+        with self._refusing("save"):
+            metadata = with_metric(metadata, metric)
+        return {"metadata": metadata, **self._session, "grace": self._grace_s, **base, **options}
 
     def delete(self, step: int) -> None:
         """Remove the checkpoint of one step, whatever ``keep_last`` and the like say. Files that another step refers to stay.
@@ -372,9 +374,10 @@ class Manager(RunSteps):
         StorageError
             The step is being read; nothing was removed.
         """
-        self._refuse_unless_open("delete")
-        self._refuse_read_only()
-        step = checked_step(step)
+        with self._refusing("delete"):
+            self._refuse_unless_open("delete")
+            self._refuse_read_only()
+            step = checked_step(step)
         path = self.path(step)
         self._wait()
         if self._exports is not None:

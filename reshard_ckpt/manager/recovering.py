@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoint.fall_back import Checkpoints, Loaded, OfPath, State
 from ..checkpoint.loading import Prepare
 from ..checkpoint.recovering import Recovery, RecoveryReport
+from ..comm import refuse_session
 from ..errors import CheckpointNotFound, UsageError
 from ..formats.source import Path
 from .manager import Manager
@@ -71,19 +72,26 @@ def recover(
         Another rank failed or did not arrive. Make a group of the ranks that are left, and call `recover` again: a rank whose
         state had been touched by then does not count as alive.
     """
-    if policy not in ("exact", "partial"):
-        raise UsageError(f"policy={policy!r}: pass 'exact' or 'partial'")
-    if allow_mixed and policy == "exact":
-        raise UsageError("allow_mixed=True: policy='exact' mixes no steps; pass policy='partial' too")
-    if not isinstance(alive, bool | Mapping):
-        raise UsageError(f"alive={alive!r}: pass True, False, or the state that this rank had before the failure")
-    if path is not None and manager is not None:
-        raise UsageError("path= and manager=: pass one of them, the checkpoint or the manager of the run")
-    step = None if step is None else checked_step(step)
     session = {"process_group": process_group, "timeout_s": timeout_s}
+    try:
+        if policy not in ("exact", "partial"):
+            raise UsageError(f"policy={policy!r}: pass 'exact' or 'partial'")
+        if allow_mixed and policy == "exact":
+            raise UsageError("allow_mixed=True: policy='exact' mixes no steps; pass policy='partial' too")
+        if not isinstance(alive, bool | Mapping):
+            raise UsageError(f"alive={alive!r}: pass True, False, or the state that this rank had before the failure")
+        if path is not None and manager is not None:
+            raise UsageError("path= and manager=: pass one of them, the checkpoint or the manager of the run")
+        step = None if step is None else checked_step(step)
+        if manager is not None and not isinstance(manager, Manager):
+            raise UsageError(f"manager={manager!r:.200}: pass a checkpoint.Manager")
+        if manager is not None:
+            manager._refuse_unless_open("recover")
+    except UsageError as error:  # each rank has an `alive` of its own, so it may be wrong on one of them
+        refuse_session(error, "recover", str(policy), **session)
+        raise
     checkpoints: Checkpoints | None = None
     if manager is not None:
-        manager._refuse_unless_open("recover")
         checkpoints = _OfManager(manager)
     elif path is not None:
         checkpoints = OfPath(path, session)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import index as as_int
+from typing import Any
 
 from ..checkpoint.listing import metric_of
+from ..checkpoint.loading import options_of
+from ..comm import refuse_session
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport
 from ..engine.common.step_folders import StepNames, name_steps
@@ -28,6 +32,7 @@ class RunSteps:
     """
 
     _root: str
+    _session: dict[str, Any]
     _process: int
     _read_only: bool
     _is_closed: bool
@@ -124,8 +129,10 @@ class RunSteps:
         return self._load(step, state, options, goes_on=True)
 
     def _load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any], *, goes_on: bool) -> LoadReport:
-        self._refuse_unless_open("load")
-        step = checked_step(step)
+        with self._refusing("load"):
+            self._refuse_unless_open("load")
+            step = checked_step(step)
+            options_of(options)
         self._wait()
         try:
             return self._restoring.load(step, state, options, goes_on=goes_on).report
@@ -157,9 +164,20 @@ class RunSteps:
         MismatchError
             Checkpoint and state disagree.
         """
-        self._refuse_unless_open("load_latest")
+        with self._refusing("load_latest"):
+            self._refuse_unless_open("load_latest")
+            options_of(options)
         self._wait()
         return self._restoring.load_latest(state, options)
+
+    @contextmanager
+    def _refusing(self, call: str) -> Iterator[None]:
+        """Raise an error of the ``with`` block, which checks arguments, on all ranks, which open a session next."""
+        try:
+            yield
+        except UsageError as error:
+            refuse_session(error, call, self._root, **self._session)
+            raise
 
     def _wait(self) -> None:
         """Wait for the saves in progress and for the pruning after each."""
@@ -191,6 +209,10 @@ class RunSteps:
 
 def checked_step(step: int) -> int:
     """Return a step as an int; raise a `UsageError` if it is not a whole number from 0 to 2⁶³ - 1."""
-    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or not 0 <= step.__index__() < 1 << 63:
+    try:
+        number = -1 if isinstance(step, bool) else as_int(step)
+    except (TypeError, RuntimeError):  # of tensors and arrays that hold no whole number, or several
+        number = -1
+    if not 0 <= number < 1 << 63:
         raise UsageError(f"step={step!r:.80}: pass a whole number, 0 or more, and below 2⁶³")
-    return step.__index__()
+    return number

@@ -129,7 +129,7 @@ class Persisting:
 
         Raise `TimeoutError` if it is still being written after `timeout` seconds, and `CheckpointError` if writing failed.
         """
-        if not self._over.wait(timeout):
+        if not self._over.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"the save to {self._path} is still being written to the store after {timeout} s; it goes on")
         if self._error is not None:
             raise CheckpointError(f"the save is in memory, but was not written to {self._path}: {self._error}") from self._error

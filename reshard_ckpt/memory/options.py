@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..core.report import check_count
 from ..errors import UsageError
+from ..storage import path_text
 from .node import FOLDER
 
 
@@ -41,3 +42,7 @@ class Memory:
         if not isinstance(self.drop_on_clean_exit, bool):
             raise UsageError(f"Memory(drop_on_clean_exit={self.drop_on_clean_exit!r}): pass True or False")
         check_count("max_bytes", self.max_bytes, 1, or_none=True)
+        folder = path_text(self.folder)
+        if "://" in folder:
+            raise UsageError(f"Memory(folder={folder!r}): the memory of nodes is a tmpfs; pass its path, such as {FOLDER!r}")
+        object.__setattr__(self, "folder", folder)  # a Path, and a leading ~, become text

@@ -313,7 +313,7 @@ class Describer:
         data = value.data if is_opaque else encode_value(value, name)
         if name not in self._rows:
             self._rows[name], self._data[name] = row, data
-            path, kind = encode_path(keys_of(row.path)), _VALUE_KINDS[row.kind]
+            path, kind = encode_path(keys_of(row.path), name), _VALUE_KINDS[row.kind]
             self.values.append(ValueSpec(name, path, kind, data, row.link, is_opaque))
             return
         self._checked(row)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import index as as_int
 from typing import Any, NamedTuple
 
 import torch
@@ -156,9 +157,14 @@ def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: RankSet) -> Mesh:
     row-major order.
     """
     if isinstance(mesh, Mapping):
-        out = Mesh(tuple(mesh), tuple(int(size) for size in mesh.values()))
+        try:
+            out = Mesh(tuple(mesh), tuple(map(as_int, mesh.values())))
+        except TypeError:
+            raise UsageError(f"mesh={dict(mesh)!r:.200}: the size of each axis is a whole number, as in {{'dp': 2}}") from None
         for axis in out.axes:
-            check_text(str(axis), "an axis of mesh=")
+            if not isinstance(axis, str):
+                raise UsageError(f"mesh={dict(mesh)!r:.200}: the name of each axis is text, as in {{'dp': 2}}")
+            check_text(axis, "an axis of mesh=")
         if out.size != group.size or any(size < 1 for size in out.sizes):
             raise UsageError(
                 f"mesh: axes {dict(mesh)} have {plural(out.size, 'rank')}, but {group.size} take part; give the size of each axis"

@@ -16,7 +16,7 @@ from typing import Any
 from ..core.catalog.placements import KINDS, LocalRegion, PlacementKind, add_kind
 from ..core.catalog.specs import AxisPlacement, Ints
 from ..core.geometry.runs import Range
-from ..errors import LayoutError
+from ..errors import LayoutError, UsageError
 
 Recognize = Callable[[Any, Ints], tuple[int | None, Sequence[int]] | None]
 Cut = Callable[[Sequence[Range], Ints, int, int], Sequence[Range]]
@@ -46,7 +46,7 @@ def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: b
     Raises
     ------
     UsageError
-        The name is not an identifier, or another kind has it.
+        The name is not an identifier, or another kind has it; or `recognize` or `cut` cannot be called.
 
     Notes
     -----
@@ -66,6 +66,9 @@ def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: b
     ...     return [(first + 4 * sum(blocks[:index]), 4 * blocks[index])]
     >>> register_placement("blocks_of_4", recognize=recognize, cut=cut, flattens=True)
     """
+    for option, function in (("recognize", recognize), ("cut", cut)):
+        if not callable(function):
+            raise UsageError(f"register_placement: {option}={function!r:.200}: pass a function")
     new = _Registered(name, recognize, cut, flattens)
     registered = getattr(KINDS[name].cut, "__self__", None) if name in KINDS else None
     if not (isinstance(registered, _Registered) and registered.is_as(new)):

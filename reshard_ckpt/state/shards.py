@@ -27,7 +27,7 @@ from .layouts import Layout, LocalBox
 def _ints(label: str, values: Iterable[Any]) -> Ints:
     try:
         out = tuple(as_int(v) for v in values)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:  # RuntimeError: of a tensor without data
         raise UsageError(f"{label}: wanted integers, got {values!r}") from error
     if any(v < 0 for v in out):
         raise LayoutError(f"{label}: {out} has a negative entry")
@@ -127,7 +127,7 @@ class LocalShard:
             boxes: tuple[LocalBox, ...] = (LocalBox((0,) * len(shape), _ints("LocalShard offsets", offsets), local_shape),)
             _inside("LocalShard piece 0 in the global tensor", boxes[0].offsets, local_shape, shape)
         else:
-            boxes = _boxes("LocalShard", pieces or (), shape, local_shape)
+            boxes = _boxes("LocalShard", () if pieces is None else pieces, shape, local_shape)
         self.tensor: Final = tensor
         self.layout: Final = Layout(shape, local_shape, boxes, Replication.DECLARED)
 
@@ -140,6 +140,8 @@ def _boxes(kind: str, pieces: Iterable[Any], shape: Ints, local_shape: Ints | No
     """Check the boxes that a user declares as pieces of a global tensor, and with `local_shape` of a local one; return them."""
     fields = ("local_offsets", "offsets", "lengths") if local_shape is not None else ("offsets", "lengths")
     boxes = []
+    if not isinstance(pieces, Iterable):
+        raise UsageError(f"{kind}: pieces={pieces!r:.200}: wanted a list of ({', '.join(fields)})")
     for i, piece in enumerate(pieces):
         what = f"{kind} piece {i}"
         try:
@@ -255,6 +257,8 @@ class Shards:
     __slots__ = ("parts",)
 
     def __init__(self, parts: Iterable[LocalShard | FlatShard]) -> None:
+        if not isinstance(parts, Iterable):
+            raise UsageError(f"Shards: wanted a list of LocalShards and FlatShards, got {type_in_words(parts)}")
         self.parts: Final = tuple(parts)
         for part in self.parts:
             if not isinstance(part, LocalShard | FlatShard):

@@ -21,11 +21,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..core.catalog.packed import BITS
-from ..core.report import check_choice
+from ..core.report import check_choice, type_in_words
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import UsageError
 from .row_policies import POLICIES
 from .tracked_table import Table, group_of, memory_key, moves_other_rows
+
+_INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
+"""The dtypes of indices of rows. Other packages take bytes (uint8) for a mask."""
 
 
 class TouchedRows:
@@ -76,9 +79,10 @@ class TouchedRows:
         self, table: nn.Module | torch.Tensor, *, policy: str = "touched", fraction: float | None = None, bits: int | None = None
     ) -> None:
         check_choice("policy", policy, POLICIES)
-        if fraction is not None and (policy == "touched" or not 0 < fraction <= 1):
-            raise UsageError(f"fraction={fraction}: pass a share above 0 and up to 1, and none with policy='touched'")
-        if bits not in (None, *BITS):
+        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if fraction is not None and (policy == "touched" or not is_number or not 0 < fraction <= 1):
+            raise UsageError(f"fraction={fraction!r}: pass a share above 0 and up to 1, and none with policy='touched'")
+        if bits is not None and (type(bits) is not int or bits not in BITS):
             raise UsageError(f"bits={bits}: pass one of {', '.join(map(str, BITS))}, or leave it out for exact rows")
         self.bits = bits
         self.policy, self.fraction = policy, 0.125 if fraction is None and policy != "touched" else fraction
@@ -89,6 +93,10 @@ class TouchedRows:
         """The memory of each tensor of the last save on this rank, by name."""
         self._tables: dict[int, Table] = {}
         self._handles: list[Any] = []
+        if isinstance(table, torch.Tensor) and not table.requires_grad:
+            raise UsageError("TouchedRows: a tensor without requires_grad has no gradients, which tell its rows; pass its module")
+        if not isinstance(table, torch.Tensor | nn.Module):
+            raise UsageError(f"TouchedRows: got {type_in_words(table)}; pass a module, or a parameter")
         if isinstance(table, torch.Tensor):
             added = self._table(table)
             hook = _WeakHook(self._of_gradient, added)
@@ -108,16 +116,20 @@ class TouchedRows:
             self._handles.append(register(_WeakHook(call)))
 
     def mark(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
-        """Record that rows of a table were changed outside of optimizer steps, such as by your own code.
+        """Record that rows of a table, given by their indices, were changed outside of optimizer steps, such as by your own code.
 
         Raises
         ------
         UsageError
-            The parameter is not a table of this tracker, or it lacks one of the rows.
+            The parameter is not a table of this tracker, or it lacks one of the rows; or `rows` are not indices.
         """
         table = self._tables.get(id(parameter))
         if table is None:
             raise UsageError("mark: this parameter is no table of this TouchedRows; pass one of the module that it was made of")
+        # A mask of bools would count as the rows 0 and 1, and the rows that it means would keep their old values in a save.
+        kind = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
+        if not isinstance(rows, torch.Tensor) or rows.dtype not in _INDICES or rows.is_meta:
+            raise UsageError(f"mark: rows are of {kind}; pass a tensor of indices, such as mask.nonzero() for a mask of rows")
         num_rows = parameter.shape[0]
         least, most = (int(rows.min()), int(rows.max())) if rows.numel() else (0, 0)
         if least < -num_rows or most >= num_rows:

@@ -313,7 +313,9 @@ def is_stateful(value: Any) -> bool:
         return False
     if isinstance(value, torch.Generator):
         return True
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    # A dict may give its items as attributes: asked for another name, it then raises KeyError, or adds an item. Ask its class.
+    owner = type(value) if isinstance(value, Mapping) else value
+    return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
 def state_of(value: Any) -> Any:
@@ -332,8 +334,8 @@ def give_state(value: Any, state: Any) -> None:
 def _module_of(value: Any) -> nn.Module | None:
     if isinstance(value, nn.Module):
         return value
-    # A pipeline stage, of any of torch's classes: their common base is private.
-    submod = getattr(value, "submod", None)
+    # A pipeline stage, of any of torch's classes: their common base is private. Of a dict, no attribute is read (`is_stateful`).
+    submod = None if isinstance(value, Mapping) else getattr(value, "submod", None)
     return submod if isinstance(submod, nn.Module) and hasattr(value, "stage_index") else None
 
 

@@ -135,7 +135,7 @@ def content(note: bytes, ttl_s: float) -> bytes:
 def holder_text(data: bytes) -> str:
     """Return the text, in a lease's file or a locked file, that says who holds it, for a message."""
     text = data.decode(errors="replace")
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         fields = json.loads(text)
         if isinstance(fields, dict):
             return str(fields.get("holder", ""))
@@ -146,8 +146,8 @@ def _holder(found: Document | None) -> dict[str, Any] | None:
     """Decode a lease's file; None if nobody holds the lease. A damaged one counts as held for a minute."""
     if found is None or not found.data:
         return None
-    with suppress(ValueError, TypeError):
-        fields = json.loads(found.data)
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        fields = json.loads(found.data, parse_constant=lambda name: None)
         return {**fields, "ttl_s": min(max(float(fields["ttl_s"]), 0.0), 3600.0), "process": list(fields["process"])}
     return {"ttl_s": 60.0, "process": []}
 

@@ -64,6 +64,8 @@ def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
 
     try:
         loaded = torch.load(path, map_location=keep, mmap=True, weights_only=True)
+    except (OSError, MemoryError):  # the file need not be damaged: too many open files, or a disk that fails
+        raise
     except Exception as error:  # a damaged pickle may raise anything
         raise _load_error(path, error) from error
     refuse_bombs(loaded, pickle_bytes, size, path)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import struct
 import zipfile
@@ -36,6 +37,16 @@ _BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, OverflowError,
 )  # fmt: skip
 """The errors by which `zipfile` shows that a file is damaged; a damaged directory can also make it seek to a wrong place."""
+
+
+def _raise_unless_damage(error: Exception) -> None:
+    """Raise an error of the system again, such as EIO of a disk, which does not say that the file is damaged.
+
+    A seek to a wrong place fails by EINVAL, or by an error without a number. `zipfile` raises some errors as a `BadZipFile`.
+    """
+    for each in (error, error.__context__):
+        if isinstance(each, OSError) and each.errno not in (None, errno.EINVAL):
+            raise each
 
 
 class StoredFile(io.RawIOBase):
@@ -82,6 +93,7 @@ class ZipRecords:
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()
         except _BAD_ZIP as error:
+            _raise_unless_damage(error)
             file.seek(0)
             refuse_legacy(file.read(HEAD_BYTES) or b"", name)
             raise self._damaged(str(error)) from error
@@ -146,6 +158,7 @@ class ZipRecords:
             self._file.seek(at)
             data = self._file.read(size) or b""
         except _BAD_ZIP as error:
+            _raise_unless_damage(error)
             raise self._damaged(str(error)) from error
         if len(data) < size:
             raise self._damaged("it is cut")

@@ -421,6 +421,10 @@ def test_what_is_refused(tmp_path: Path):
         TouchedRows(job.model).mark(nn.Parameter(torch.ones(2)), torch.tensor([0]))
     with pytest.raises(UsageError, match=f"mark: rows 0 to {ROWS} of a table of {ROWS} rows"):
         TouchedRows(job.model).mark(job.table, torch.tensor([0, ROWS]))
+    mask = torch.zeros(ROWS, dtype=torch.bool)
+    for wrong in (mask, mask.byte(), mask.float(), torch.tensor([0], device="meta"), [0]):
+        with pytest.raises(UsageError, match=r"pass a tensor of indices, such as mask.nonzero\(\)"):
+            TouchedRows(job.model).mark(job.table, wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"Linear has no nn.Embedding"):
         TouchedRows(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"policy='mfu': pass one of 'touched', 'most_used'"):

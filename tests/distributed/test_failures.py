@@ -240,3 +240,38 @@ def test_replicas_that_drifted_apart_in_a_few_rows_are_no_mixture(tmp_path: Path
         assert {parts[0].file.rank for parts in shards_of} == {0, 1}
     with mock.patch.object(options, "sample_shift", return_value=0), pytest.raises(LayoutError, match=said):
         checkpoint.save(path, model, replicas="sample")
+
+
+@on_ranks(3)
+def test_an_argument_that_one_rank_may_not_pass_is_refused_on_all_ranks_at_once(tmp_path: Path):
+    """The others neither wait for the rank, nor get out of step with it: each of their calls is in the same order after it."""
+    wrong = dist.get_rank() == 1
+    state = {"w": torch.arange(6.0)}
+    checkpoint.save(tmp_path / "a", state)
+    with checkpoint.Manager(tmp_path / "run") as manager:
+        manager.save(1, state)
+        calls = {
+            "grace": lambda: checkpoint.save(tmp_path / "a", state, grace=-1 if wrong else 0),
+            "staging": lambda: checkpoint.async_save(tmp_path / "a", state, staging="x" if wrong else "eager"),
+            "strict": lambda: checkpoint.load(tmp_path / "a", state, strict=2 if wrong else True),
+            "step": lambda: manager.save(-1 if wrong else 2, state),
+            "metric": lambda: manager.async_save(2, state, metric="x" if wrong else 1.0),
+            "verify": lambda: manager.load(1, state, verify=None if wrong else True),
+            "cast": lambda: manager.load_latest(state, cast="w" if wrong else False),
+            "staged": lambda: checkpoint.reshard_live(state, {"w": torch.zeros(6)}, staged=0 if wrong else True),  # type: ignore[arg-type]
+            "memory_bytes": lambda: checkpoint.LiveReshard(state, {"w": torch.zeros(6)}, memory_bytes=1 if wrong else 1 << 20),
+            "alive": lambda: checkpoint.recover(state, alive=None if wrong else True, manager=manager),  # type: ignore[arg-type]
+        }
+        for option, call in calls.items():
+            with pytest.raises(UsageError, match=f"^{option}=" if wrong else f"^rank 1: {option}="):
+                call()
+            assert checkpoint.load(tmp_path / "a", state).num_tensors == 1
+    with pytest.raises(CheckpointNotFound, match="pass manager= or path= to go back"):
+        checkpoint.recover(state, alive=False, path=None if wrong else tmp_path / "a")
+
+
+@on_ranks(2)
+def test_ranks_that_compare_values_and_ranks_that_do_not_are_told(tmp_path: Path):
+    checkpoint.save(tmp_path / "a", {"w": torch.arange(6.0)})
+    with pytest.raises(PeerError, match=r"rank 0: diff '.*rank 1: diff\(values=True\) '"):
+        checkpoint.diff(tmp_path / "a", tmp_path / "a", values=dist.get_rank() == 1, process_group=None)

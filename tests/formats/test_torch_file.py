@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +24,10 @@ from reshard_ckpt.errors import (
     CorruptError,
     MismatchError,
     NameCollisionError,
+    StorageError,
     UnsupportedError,
 )
+from reshard_ckpt.torchfile.zip_records import ZipRecords
 from tests.checkpoint.test_convert import as_bytes
 from tests.damage import Calls
 from tests.layouts import shapes, values_of
@@ -397,3 +401,44 @@ def test_files_without_checksums_are_read(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     assert torch.equal(checkpoint.read(tmp_path / "x.pt")["model.w"], torch.arange(5000.0))
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), StorageError),
+        (OSError(errno.EIO, "Input/output error"), StorageError),
+        (MemoryError(), MemoryError),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, error: Exception, raised: type[Exception]):
+    """A damaged newest step of a run is passed over, and an older one is loaded."""
+    torch.save({"w": torch.arange(3.0)}, tmp_path / "w.pt")
+    with mock.patch("torch.load", side_effect=error), pytest.raises(raised):
+        checkpoint.read(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("while_opened", [True, False])
+def test_a_disk_that_fails_once_does_not_make_a_file_damaged(while_opened: bool):
+    saved = io.BytesIO()
+    torch.save({"w": torch.arange(3.0)}, saved)
+
+    class Failing(io.BytesIO):
+        """A file whose next read fails."""
+
+        fails = while_opened
+
+        def read(self, size: int | None = -1) -> bytes:
+            if self.fails:
+                self.fails = False
+                raise OSError(errno.EIO, "Input/output error")
+            return super().read(size)
+
+    file = Failing(saved.getvalue())
+    if while_opened:
+        with pytest.raises(OSError, match="Input/output error"):
+            ZipRecords(file, "w.pt")
+    records = ZipRecords(file, "w.pt")
+    file.fails = True
+    with pytest.raises(OSError, match="Input/output error"):
+        records.read("data.pkl")

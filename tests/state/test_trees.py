@@ -582,3 +582,27 @@ def test_a_mapping_of_another_class_is_added_as_a_plain_dict_and_kept_where_it_i
     there = Settings(b=0, a=0)
     checkpoint.load(tmp_path, {"x": {"in": there}})
     assert (there, type(there)) == ({"b": 1, "a": 2}, Settings)
+
+
+class Attributes(dict[str, Any]):
+    """A dict that gives its items as attributes, and raises KeyError for any other name."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Growing(dict[str, Any]):
+    """A dict that gives its items as attributes, and makes an item of any other name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.setdefault(name, Growing())
+
+
+@pytest.mark.parametrize("kind", [Attributes, Growing])
+def test_a_dict_that_gives_its_items_as_attributes_is_a_dict(kind: type[dict[str, Any]]):
+    state = {"extra": kind(w=torch.arange(3.0), state_dict=kind(step=3))}
+    checkpoint.save("memory://attributes", state)
+    assert list(state["extra"]) == ["w", "state_dict"]
+    other = kind(extra=kind(w=torch.zeros(3), state_dict=kind(step=0)))
+    checkpoint.load("memory://attributes", other)
+    assert torch.equal(other["extra"]["w"], torch.arange(3.0))
+    assert other["extra"]["state_dict"] == {"step": 3}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from reshard_ckpt.storage import MemoryStorage, PublishConflict, Version, memory
+from reshard_ckpt.storage import MemoryStorage, PublishConflict, Version, memory, object_lease
 from tests.storage.contract import ExclusiveCreateContract, LocksContract, StorageContract, put
 
 
@@ -69,3 +69,20 @@ def test_a_folder_has_no_file_of_a_neighbour_whose_name_begins_alike(storage: Me
     assert storage.list("a") == []
     put(storage, "a", b"a file now")
     assert [key for key, _ in storage.list()] == sorted(["a-b/x", "a./x", "a0/x", "ab", "a!", "a"])
+
+
+@pytest.mark.parametrize(
+    "data", [b"{}", b"[]", b'{"ttl_s": NaN, "process": []}', b'{"ttl_s": 1}', pytest.param(b"[" * 60_000, id="deep")]
+)
+def test_a_damaged_lease_counts_as_held_for_a_minute(storage: MemoryStorage, data: bytes, monkeypatch: pytest.MonkeyPatch):
+    storage.publish("run.lock", data)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        storage.publish("run.lock", b"renewed by its holder")
+
+    monkeypatch.setattr(object_lease, "_sleep", sleep)
+    assert object_lease.take_lease(storage, "run.lock", b"process 1", 60.0, once=False) is None
+    assert waited == [5.0]
+    assert isinstance(object_lease.holder_text(data), str)

@@ -292,7 +292,7 @@ def add_kind(kind: PlacementKind) -> None:
 
     Raise `UsageError` if the name is not an identifier, or another kind has it already.
     """
-    if not kind.name.isidentifier():
-        raise UsageError(f"register_placement: {kind.name!r} is not an identifier; give it a name such as 'blocks'")
+    if not isinstance(kind.name, str) or not kind.name.isidentifier():
+        raise UsageError(f"register_placement: {kind.name!r:.80} is not an identifier; give it a name such as 'blocks'")
     if KINDS.setdefault(kind.name, kind) != kind:
         raise UsageError(f"register_placement: {kind.name!r} is a kind of placement already; give it another name")

@@ -51,6 +51,15 @@ def by_mapping(names: Mapping[str, str]) -> Callable[[str], str]:
     return rename
 
 
+def check_rename(rename: Rename) -> None:
+    """Raise `UsageError` unless the option ``rename=`` is a function, or a dict of text to text."""
+    if not (callable(rename) or isinstance(rename, Mapping)):
+        raise UsageError(f"rename={rename!r}: pass a dict of saved names to new ones, or a function of a saved name")
+    for old, new in rename.items() if isinstance(rename, Mapping) else ():
+        if not (isinstance(old, str) and isinstance(new, str)):
+            raise UsageError(f"rename={{{old!r:.100}: {new!r:.100}}}: pass both names as text")
+
+
 def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], bytes] | None = None) -> Catalog:
     """Return a catalog with every saved name passed through `rename`. Optimizer state follows its parameter.
 
@@ -64,8 +73,7 @@ def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], by
     NameCollisionError
         `rename` gives two saved names one new name.
     """
-    if not (callable(rename) or isinstance(rename, Mapping)):
-        raise UsageError(f"rename={rename!r}: pass a dict of saved names to new ones, or a function of a saved name")
+    check_rename(rename)
     if callable(rename) and all(rename(name) == name for name in (*catalog.names, *catalog.value_names)):
         return catalog
     names = _NewNames(catalog, rename)
@@ -113,6 +121,8 @@ class _NewNames:
     def _given_name(self, name: str) -> str:
         """Return the name that the user's mapping or function gives to a name."""
         new = self._rename(name)
+        if not isinstance(new, str):
+            raise UsageError(f"rename= gives {name} the new name {new!r:.200}; give each name as text, and a name that stays too")
         check_text(new, "a name")
         return new
 

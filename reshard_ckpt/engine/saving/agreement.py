@@ -273,7 +273,8 @@ def _refuse_other(first: bytes, second: bytes, rank: int) -> None:
         return
     own, other = decode_value(first, name="metadata"), decode_value(second, name="metadata")
     option = "metadata="
-    if isinstance(own, dict) and isinstance(other, dict):
+    if isinstance(own, dict | None) and isinstance(other, dict | None) and (own or other):
+        own, other = own or {}, other or {}
         differ = [key for key in {**own, **other} if _encoded(own, key) != _encoded(other, key)]
         if not differ:
             return

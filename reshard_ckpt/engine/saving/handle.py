@@ -100,7 +100,7 @@ class RunningSave:
         Raise `TimeoutError` if the save is still under way.
         """
         try:
-            error = self.committed.exception(timeout)
+            error = self.committed.exception(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         except FutureTimeout:
             raise TimeoutError(f"the save to {self.path} is not committed after {timeout} s; it goes on") from None
         if not threading.main_thread().is_alive():

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ class Table(Protocol):
     def take(self, chosen: NDArray[np.bool_]) -> None: ...
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """The object that a user passes as ``rows=`` of a save (`state.touched_rows.TouchedRows`); it tracks changed rows."""
 

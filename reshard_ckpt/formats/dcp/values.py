@@ -76,6 +76,8 @@ def _load(data: bytes, name: str, otherwise: Callable[[bytes, str], Any] | None)
         refuse_hash_collisions(ZipRecords(io.BytesIO(data), name).read_pickle(sys.byteorder), name)
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # hostile bytes may make torch raise anything
         refused = "weights_only" in str(error) or "Unsupported" in str(error)
         if refused and otherwise is not None:

@@ -237,7 +237,9 @@ def test_a_rank_without_its_assignment_is_sent_it_alone() -> None:
             "metric= differs between ranks: rank 0 passed 0.5, rank 1 passed 0.75",
         ),
         ({"run": "a"}, {"run": "b"}, "metadata= of 'run' differs between ranks: rank 0 passed 'a', rank 1 passed 'b'"),
-        ({"run": "a"}, None, r"metadata= differs between ranks: rank 0 passed \{'run': 'a'\}, rank 1 passed None"),
+        ({"run": "a"}, None, "metadata= of 'run' differs between ranks: rank 0 passed 'a', rank 1 passed None"),
+        ({"metric": 0.5}, None, "metric= differs between ranks: rank 0 passed 0.5, rank 1 passed None"),
+        (["a"], None, r"metadata= differs between ranks: rank 0 passed \['a'\], rank 1 passed None"),
         ({"a": 1, "b": float("nan")}, {"b": float("nan"), "a": 1}, None),
     ],
 )
