@@ -6,6 +6,7 @@ Only rank 0 removes. A checkpoint that is being read stays, and so does the last
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -241,6 +242,7 @@ class StoredSteps:
             committed = dict(sorted({**new, **seen.committed}.items()))
             steps = list(committed)
             kept = self._kept(steps)
+            self._tell_of_newer(steps)
             needs: set[str] = set()
             for step in steps:
                 if step not in kept:
@@ -252,6 +254,16 @@ class StoredSteps:
             for folder, removed_s in old.items():  # the next save may write to one of these folders meanwhile
                 self._check_lease()
                 remove_files(self._storage, folder, needed, removed_s)
+
+    def _tell_of_newer(self, steps: Sequence[int]) -> None:
+        """Warn if an earlier job left a newer step, because `load_latest` would go on from it and not from this job's steps."""
+        newest = max(steps, default=-1)
+        if self._good and newest > max(self._good) and self._is_current(newest) and not self._is_copy(newest):
+            warnings.warn(
+                f"{self._root}: step {newest} is newer than all that this job saved or loaded, so load_latest would go on from "
+                "it, and steps of this job are removed first; to begin anew, use another root, or delete the earlier run's steps",
+                stacklevel=5,
+            )
 
     def _check_lease(self) -> None:
         if self._lease is not None:

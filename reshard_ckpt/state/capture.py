@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.catalog.model import Catalog
-from ..core.catalog.names import GROUPS, STATE, find_parameters, groups_name
+from ..core.catalog.names import GROUPS, STATE, find_parameters, groups_name, state_name
 from ..core.catalog.param_groups import merge, named_group
 from ..core.catalog.specs import Mesh, StateLink, ValueSpec
 from ..core.planning.match import matches
@@ -264,15 +264,25 @@ def walk_state(state: Mapping[Any, Any]) -> tuple[list[Tree], tuple[tuple[int, .
     return trees, tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
 
 
-def _hints(trees: Sequence[Tree], unnamed: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return advice for saved values that do not fit because only one of the two states numbers an optimizer's parameters.
+def _hints(
+    trees: Sequence[Tree], unnamed: Sequence[str], saved_tensors: Sequence[str], values: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return advice for saved state that does not fit because of the form in which an optimizer is passed, or was saved.
 
     `unnamed` are the names of optimizer state dicts in the state that number the parameters.
     """
     names = [row.name for row in rows_of(trees, Kind.OPTIMIZERS)]
     saved = [name for name in names if are_numbered_groups(values.get(f"{name}.param_groups"))]
+    if not unnamed:
+        return tuple(map(_saved_by_number, saved))
     wanted = [name for name in unnamed if not are_numbered_groups(values.get(f"{name}.param_groups", []))]
-    return (*map(_saved_by_number, saved), *map(_wanted_by_number, wanted))
+    held = [row.name for row in rows_of(trees, Kind.TENSOR)]
+    fresh = [name for name in unnamed if name not in wanted and _has_state(saved_tensors, name) and not _has_state(held, name)]
+    return (*map(_saved_by_number, saved), *map(_wanted_by_number, wanted), *map(_never_stepped, fresh))
+
+
+def _has_state(names: Sequence[str], optimizer: str) -> bool:
+    return any(name.startswith(state_name(optimizer)) for name in names)
 
 
 def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int, adds: bool = True) -> Target:
@@ -336,7 +346,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         router.check,
         router.finish,
         mesh,
-        partial(_hints, walked, unnamed),
+        partial(_hints, walked, unnamed, catalog.names),
         tuple([(row.name, row.value) for row in wanted if type(row.value) in dtensors]),
         tuple(removed),
     )
@@ -379,4 +389,11 @@ def _wanted_by_number(name: str) -> str:
     return (
         f"{name} is wanted by number, as in {name}.state.0.…, where the checkpoint has names: pass the optimizer itself, or the "
         "state_dict() of an optimizer made of model.named_parameters()"
+    )
+
+
+def _never_stepped(name: str) -> str:
+    return (
+        f"{name} is the state_dict() of an optimizer that has not stepped, which has no place for the saved state: pass the "
+        "optimizer itself"
     )

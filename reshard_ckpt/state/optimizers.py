@@ -225,6 +225,10 @@ class OptimizersTarget:
             for follower in view.followers:
                 if any(id(param) in members for param in follower["params"]):
                     _set_hyperparameters(follower, selection.hyperparameters, self._given)
+        if len(self.values) > 1:  # state that was saved as values, beside the groups
+            for optimizer in [view.optimizer for view in self._views if view.optimizer is not None]:
+                # As its load_state_dict does: it makes tensors of step counts that an older torch saved as numbers.
+                optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         state, param, owner = plan.slot.state, plan.slot.key, plan.slot.owner

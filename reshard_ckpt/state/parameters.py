@@ -208,6 +208,8 @@ class OptimizerView:
         The part of the state that belongs to flat parameters of FSDP1, if there are any.
     beside
         Keys of the state that do not belong to parameters.
+    optimizer
+        The optimizer that holds the state; None if a state dict does.
     """
 
     name: str
@@ -216,6 +218,7 @@ class OptimizerView:
     slots: tuple[ParamSlot, ...]
     flat: FlatState | None = None
     beside: tuple[str, ...] = ()
+    optimizer: Optimizer | None = None
 
     def entries(self) -> Iterator[tuple[ParamSlot, Mapping[str, Any]]]:
         """Yield each parameter that has state, with its state."""
@@ -289,7 +292,8 @@ def _view(name: str, optimizer: Optimizer, owners: Owners) -> OptimizerView:
     groups = [(group, tuple(o for param in group["params"] for o in owners_of[id(param)])) for group in optimizer.param_groups]
     _check_distinct(name, groups)
     held = [(param, owner, group) for group in inner.param_groups for param in group["params"] for owner in owners_of[id(param)]]
-    return OptimizerView(name, groups, () if inner is optimizer else inner.param_groups, *_slots(held, inner.state))
+    slots, flat = _slots(held, inner.state)
+    return OptimizerView(name, groups, () if inner is optimizer else inner.param_groups, slots, flat, optimizer=inner)
 
 
 def _slots(held: Sequence[tuple[Any, Owner, Mapping[str, Any]]], state: State) -> tuple[tuple[ParamSlot, ...], FlatState | None]:

@@ -95,6 +95,22 @@ def test_names_where_numbers_are_wanted_are_told(tmp_path: Path):
         checkpoint.load(tmp_path / "a", state)
 
 
+@pytest.mark.filterwarnings("ignore:.*numbers the parameters:UserWarning")
+def test_the_state_dict_of_an_optimizer_that_has_not_stepped_is_told(tmp_path: Path):
+    model, optimizer = trained(3)
+    checkpoint.save(tmp_path / "a", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    fresh = torch.optim.SGD(model.parameters(), lr=9.0)
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": fresh.state_dict()}
+    with pytest.raises(
+        MismatchError, match=r"optimizer is the state_dict\(\) of an optimizer that has not stepped, .* pass the optimizer itself"
+    ):
+        checkpoint.load(tmp_path / "a", state)
+    state["optimizer"] = optimizer.state_dict()
+    with pytest.raises(MismatchError, match="x: not in the checkpoint") as told:
+        checkpoint.load(tmp_path / "a", {**state, "x": 1})
+    assert "has not stepped" not in str(told.value)
+
+
 def test_nothing_is_told_of_an_optimizer_that_is_named(tmp_path: Path):
     model, optimizer = trained(3)
     with warnings.catch_warnings():

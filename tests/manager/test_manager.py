@@ -255,8 +255,14 @@ def test_a_save_of_an_older_step_never_removes_itself(root: str):
     with Manager(root, keep_last=1) as manager:
         manager.save(500, state(500))
     with Manager(root, keep_last=1) as manager:
-        manager.save(100, state(100))  # begun anew, without loading
+        with pytest.warns(UserWarning, match="step 500 is newer than all that this job saved .* another root"):
+            manager.save(100, state(100))  # begun anew, without loading
         assert manager.steps() == [100, 500]
+    with Manager(root, keep_last=1) as manager, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager.load(100, empty())
+        manager.save(200, state(200))
+        assert manager.load_latest(empty()).step == 200
 
 
 def test_nothing_to_load_is_none_and_all_damaged_an_error(root: str):

@@ -422,6 +422,25 @@ def test_a_float_step_and_a_tensor_step_are_told_by_the_checkpoint():
     assert stepped.state[model[0].weight]["step"] == 3
 
 
+@pytest.mark.parametrize("prepared", [False, True], ids=["fresh", "stepped"])
+@pytest.mark.parametrize("kind", ["adam", "adamw_fused", "adagrad", "nadam"])
+def test_training_goes_on_from_numbers_that_an_older_torch_saved(kind: str, prepared: bool):
+    """Up to torch 1.11, step counts were ints; ``load_state_dict`` makes tensors of them."""
+    model, other = net(), net(seed=1)
+    optimizer, fresh = (OPTIMIZERS[kind](m.parameters()) for m in (model, other))
+    train(model, optimizer)
+    for state in optimizer.state.values():
+        state.update({key: value.item() for key, value in state.items() if value.shape == ()})
+    saved = saved_of(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    if prepared:
+        train(other, fresh, 1)
+    load(saved, {"model": other, "optimizer": fresh})
+    train(model, optimizer)
+    train(other, fresh)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
 def test_torchs_own_state_dicts_by_fqn_have_the_same_names():
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
