@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -44,15 +45,25 @@ def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
         raise UsageError(f"{names!r:.200}: pass a list of names, each of them text")
     everything = [name for known in kinds for name in known]
-    matched = {name: frozenset(matching(everything, name)) for name in names}
-    found = {name: [[one for one in known if one in matched[name]] for known in kinds] for name in names}
-    absent = [name for name, of_kinds in found.items() if not any(of_kinds)]
+    place = {name: i for i, name in enumerate(everything)}
+    ordered = sorted(place)
+
+    def matched(name: str) -> list[str]:
+        # Names below `name` lie together in `ordered`: "/" is the character after ".".
+        found = ordered[bisect_left(ordered, f"{name}.") : bisect_left(ordered, f"{name}/")]
+        if name in place:
+            found.append(name)
+        return sorted(found, key=place.__getitem__) or matching(everything, name)
+
+    found = {name: matched(name) for name in names}
+    absent = [name for name, of_name in found.items() if not of_name]
     if absent:
         hint = hint_of(absent[0], (*saved.names, *saved.value_names))
         raise MismatchError(
             f"{', '.join(absent)}: not in the checkpoint, which has {top_level_keys(saved)}{hint}; inspect lists all", absent
         )
-    return SelectedNames(*(list(dict.fromkeys(n for of_kinds in found.values() for n in of_kinds[i])) for i in range(len(kinds))))
+    chosen = dict.fromkeys(one for of_name in found.values() for one in of_name)
+    return SelectedNames(*([one for one in chosen if one in known] for known in map(frozenset, kinds)))
 
 
 def top_level_keys(saved: Catalog) -> str:

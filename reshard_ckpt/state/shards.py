@@ -14,10 +14,11 @@ from math import prod
 from operator import index as as_int
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from ..core.catalog.specs import Ints, Replication
+from ..core.geometry.runs import pad_rows
+from ..core.geometry.tiling import find_overlap
 from ..core.report import type_in_words
 from ..errors import LayoutError, UsageError
 from ..format.catalog_check import MAX_BYTES
@@ -54,16 +55,15 @@ def _inside(label: str, offsets: Ints, lengths: Ints, shape: Ints) -> None:
 def _disjoint(label: str, boxes: Sequence[tuple[Ints, Ints]]) -> None:
     """Raise LayoutError if two boxes overlap: two elements would have one place, and one of them would be lost."""
     held = [i for i, (_, lengths) in enumerate(boxes) if prod(lengths)]
-    first = np.array([boxes[i][0] for i in held], dtype=np.int64)
-    last = first + np.array([boxes[i][1] for i in held], dtype=np.int64)
-    for k, i in enumerate(held[:-1], 1):
-        hits = np.flatnonzero(((first[k:] < last[k - 1]) & (first[k - 1] < last[k:])).all(axis=1))
-        if len(hits):
-            j = held[k + int(hits[0])]
-            raise LayoutError(
-                f"{label} {i} and {j} overlap: offsets {boxes[i][0]} lengths {boxes[i][1]} and offsets {boxes[j][0]} lengths "
-                f"{boxes[j][1]}; each element must be in one piece"
-            )
+    num_dims = max((len(boxes[i][0]) for i in held), default=0) or 1  # the box of a 0-dim tensor gets one dim, of size 1
+    offsets = pad_rows((boxes[i][0] for i in held), num_dims, 0)
+    pair = find_overlap(offsets, pad_rows((boxes[i][1] for i in held), num_dims, 1))
+    if pair is not None:
+        i, j = sorted(held[k] for k in pair)
+        raise LayoutError(
+            f"{label} {i} and {j} overlap: offsets {boxes[i][0]} lengths {boxes[i][1]} and offsets {boxes[j][0]} lengths "
+            f"{boxes[j][1]}; each element must be in one piece"
+        )
 
 
 def _check_tensor(kind: str, tensor: Any) -> None:

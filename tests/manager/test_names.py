@@ -16,6 +16,7 @@ from tests.cli.running import run
 from tests.launch import on_ranks
 from tests.manager.test_foreign import foreign
 from tests.manager.test_manager import empty, state
+from tests.reliability.faults import faulty
 
 NAMES = {"step-{}": "step-20", "iter_{:07d}": "iter_0000020", "{}.ckpt": "20.ckpt"}
 
@@ -81,6 +82,16 @@ def test_a_folder_of_the_former_name_keeps_what_it_refers_to(tmp_path: Path):
         manager.save(30, state(30))
         assert manager.steps() == [20, 30]
     assert torch.equal(checkpoint.read(tmp_path / "step_20")["w"], state(10)["w"])
+
+
+def test_the_root_is_not_listed_anew_for_each_step(tmp_path: Path):
+    with Manager(tmp_path, name="iter_{:07d}") as manager:
+        for step in range(8):
+            manager.save(step, state(step), metric=float(step))
+    with Manager(tmp_path, name="iter_{:07d}") as manager:
+        with faulty("scandir", None, lambda real, args, options: real(*args, **options)) as listings:
+            assert manager.best() == 7  # reads the catalog of each step
+        assert listings.calls < 4
 
 
 def test_leftovers_go_from_folders_of_any_known_name(tmp_path: Path):

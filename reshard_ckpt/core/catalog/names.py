@@ -40,7 +40,7 @@ def is_below(name: str, prefixes: Collection[str]) -> bool:
     >>> is_below("model.w", ["model"]), is_below("models.w", ["model"])
     (True, False)
     """
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+    return name in prefixes or any(name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def groups_name(optimizer: str) -> str:

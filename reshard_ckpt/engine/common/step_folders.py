@@ -84,8 +84,9 @@ class StepNames:
         """Return a step's folder name: of a committed checkpoint, else of any folder that exists, else for a new checkpoint."""
         if len(self.patterns) == 1:
             return self.of(step)
-        there = (name for name in root.folders(linked=True) if self.step_of(name) == step)
-        return next(iter(self.committed(root, step)), None) or next(there, self.of(step))
+        if committed := self.committed(root, step):
+            return committed[0]
+        return next((name for name in root.folders(linked=True) if self.step_of(name) == step), self.of(step))
 
     def committed(self, root: Storage, step: int) -> list[str]:
         """List the folders that hold a committed checkpoint of a step, in order of the patterns. The first one counts."""

@@ -39,7 +39,7 @@ def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, 
 
     Raise `CorruptError` if the bytes of a value are damaged.
     """
-    at = tuple(prefixes)
+    at = frozenset(prefixes)  # of a whole checkpoint, these are the names of all values
     found, large = {}, []
     for entry in catalog.values_table:
         if not is_below(entry.name, at):
