@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..core.catalog.model import Catalog, TensorKind
-from ..core.catalog.names import optimizer_of
+from ..core.catalog.names import STATE, optimizer_of
 from ..core.catalog.specs import ValueKind
 from ..core.report import plural
 from ..core.trees import name_of
@@ -30,7 +30,7 @@ from ..engine.loading.saved_values import open_values, read_blobs
 from ..errors import CheckpointNotFound, MismatchError
 from ..format.dtypes import TORCH_DTYPES
 from ..format.shard_file import opaque_value
-from ..formats.dcp.names import key_path, taken_apart
+from ..formats.dcp.names import KeyPath, inner_paths, key_path, taken_apart, tensor_path
 from ..formats.dcp.values import torch_saved
 from ..formats.numbered import numbered_optimizers
 from ..formats.source import Path, Source, open_source, with_options
@@ -112,9 +112,25 @@ def metadata_of(saved: Catalog, values: Mapping[str, DcpValue], path: Path) -> M
     described |= {name: BytesStorageMetadata() for name in values}
     return Metadata(
         state_dict_metadata=described,
-        planner_data={name: (name,) for name in saved.names} | {name: value.path for name, value in values.items()},
+        planner_data=_paths(saved, {name: value.path for name, value in values.items()}),
         storage_meta=StorageMeta(checkpoint_id=path, save_id=saved.save_id),
     )
+
+
+def _paths(saved: Catalog, of_values: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
+    """Map each name to the keys that lead to it. torch rebuilds a state dict from these keys.
+
+    A catalog has the keys of values and of optimizer state. They show dicts and lists, which tensors below them go into. Any
+    other tensor has its whole name as one key.
+    """
+    of_state = {
+        name: (*link.optimizer.split("."), STATE, link.fqn, *link.key.split("."))
+        for name, link in saved.links().items()
+        if link.name == name and link.optimizer
+    }
+    inner = inner_paths(of_values.values())
+    of_tensors = {name: tensor_path(name, inner) if (name.split(".", 1)[0],) in inner else (name,) for name in saved.names}
+    return {**of_tensors, **{name: path for name, path in of_state.items() if name in of_tensors}, **of_values}
 
 
 _FIELDS = frozenset(field.name for field in fields(Metadata))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import reshard_ckpt.dcp as dcp
 from reshard_ckpt.errors import CheckpointNotFound
@@ -53,6 +54,20 @@ def test_it_says_what_torchs_own_says(tmp_path: Path, theirs: Metadata, how: str
     assert ours.storage_meta.checkpoint_id == tmp_path / "ours"
     assert ours == dcp.ReshardReader(tmp_path / "ours").read_metadata()
     assert dcp.ReshardReader(tmp_path / "ours").read_metadata() == ours
+
+
+def test_it_has_the_keys_that_lead_to_optimizer_state_and_into_dicts_with_values(tmp_path: Path):
+    """torch's `load_sharded_optimizer_state_dict` and others rebuild a state dict from these keys."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    own = {"optimizer": get_optimizer_state_dict(model, optimizer), "list": [1, {"of.tensors": torch.ones(2)}]}
+    theirs = torch_dcp.save(own, checkpoint_id=tmp_path / "theirs")
+    ours = dcp.save(own, checkpoint_id=tmp_path / "ours")
+    tensors = [name for name, entry in plain(theirs).items() if entry is not None]
+    assert len(tensors) == 7
+    assert {name: ours.planner_data[name] for name in tensors} == {name: theirs.planner_data[name] for name in tensors}
 
 
 def test_it_is_not_read_before_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

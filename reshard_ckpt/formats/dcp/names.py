@@ -46,6 +46,34 @@ def key_path(encoded: bytes) -> KeyPath:
     return tuple(int(key) if isinstance(key, Index) else str(key) for key in saved_path(decode_path(encoded)))
 
 
+def inner_paths(paths: Iterable[KeyPath]) -> dict[KeyPath, type]:
+    """Map the path of every dict and list on the way to these paths to the type of its keys."""
+    return {path[:i]: type(path[i]) for path in paths for i in range(1, len(path))}
+
+
+def tensor_path(name: str, inner: Mapping[KeyPath, type]) -> KeyPath:
+    """Return the path of a tensor: the first part of its name as one key, then the rest of the name as one key.
+
+    An example is ``{"model": {"layers.0.weight": …}}``. If values show that there are more dicts and lists on the way, their keys
+    and indices come before the rest.
+
+    Parameters
+    ----------
+    inner
+        The paths of dicts and lists, with the type of their keys; see `inner_paths`.
+    """
+    first, *rest = name.split(".")
+    path: KeyPath = (first,)
+    while rest:
+        if inner.get(path) is int and rest[0].isdecimal():
+            path = (*path, int(rest.pop(0)))
+        elif (len(rest) > 1 and (*path, rest[0]) in inner) or inner.get((*path, rest[0])) is int:
+            path = (*path, rest.pop(0))
+        else:
+            return (*path, ".".join(rest))
+    return path
+
+
 def names_of(saved: Metadata) -> dict[str, KeyPath]:
     """Map DCP's name of every tensor and value in a folder to the path that this library gives it."""
     paths = dict(saved.paths)

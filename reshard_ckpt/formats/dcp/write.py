@@ -33,7 +33,7 @@ from ..shared_files import NewFile, NewPart, write_files
 from ..source import BytesOf
 from .metadata import METADATA_KEY, Chunk, Extent, Key, SavedTensor
 from .metadata_writer import metadata_bytes
-from .names import KeyPath, key_path, taken_apart
+from .names import KeyPath, inner_paths, key_path, taken_apart, tensor_path
 
 CHUNK_BYTES = 256 << 20
 """The most bytes of a chunk that is written, unless one element is larger: DCP reads a whole chunk into memory."""
@@ -196,10 +196,9 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
             pairs = taken_apart(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
         for where, leaf in pairs:
             add(where, leaf, flat)
-    # inner: every path that values show to be a dict or a list, so that a tensor below it goes into that
-    inner = {path[:i]: type(path[i]) for path in paths.values() for i in range(1, len(path))}
+    inner = inner_paths(paths.values())
     for name in catalog.names:
-        path = of_state[name] if name in of_state else _tensor_path(name, inner)
+        path = of_state[name] if name in of_state else tensor_path(name, inner)
         if path is not None:
             add(path, catalog.index(name), tensors)
     return FolderLayout(tensors, flat, _built_by_torch(paths, tensors))
@@ -214,29 +213,6 @@ def _state_path(optimizer: NumberedOptimizer, link: StateLink, form: str) -> Key
         return (*optimizer.above, f"{STATE}.{link.fqn}.{link.key}")
     path = optimizer.path(link, by_name=form == "nested")
     return path and tuple(map(str, path))
-
-
-def _tensor_path(name: str, inner: Mapping[KeyPath, type]) -> KeyPath:
-    """Return the path of a tensor: the first part of its name as one key, then the rest of the name as one key.
-
-    An example is ``{"model": {"layers.0.weight": …}}``. If values show that there are more dicts and lists on the way, their keys
-    and indices come before the rest.
-
-    Parameters
-    ----------
-    inner
-        The paths of dicts and lists, with the type of their keys.
-    """
-    first, *rest = name.split(".")
-    path: KeyPath = (first,)
-    while rest:
-        if inner.get(path) is int and rest[0].isdecimal():
-            path = (*path, int(rest.pop(0)))
-        elif (len(rest) > 1 and (*path, rest[0]) in inner) or inner.get((*path, rest[0])) is int:
-            path = (*path, rest.pop(0))
-        else:
-            return (*path, ".".join(rest))
-    return path
 
 
 def _built_by_torch(paths: Mapping[str, KeyPath], tensors: Container[str]) -> dict[str, KeyPath]:
