@@ -218,7 +218,8 @@ def _optimizer_rows(row: Entry) -> Iterator[Entry]:
             for key, value in entry.items():
                 if not isinstance(key, str) or "." in key:
                     raise UnsupportedError(
-                        f"{view.name}: the state of {owner.fqns[0]} has the key {key!r}; keys must be strings without dots"
+                        f"{view.name}: the state of {owner.fqns[0]} has the key {key!r}; keys must be strings without dots, so "
+                        f"if no parameter is sharded, save all of it as checkpoint.Value({view.name})"
                     )
                 kind = Kind.TENSOR if is_tensor_like(value) else Kind.VALUE
                 # A tied parameter has several FQNs, and its state is listed under each of them.
