@@ -247,7 +247,9 @@ def load_target(
         prefixes = wanted_names(target) if only_wanted else target.prefixes
         unfit = unreadable(saved, prefixes, strict=options.strict) + missing_values(saved, target.values) + target.check(values)
         # Every rank gets the same verdict: either all go on, or all raise the same error here.
-        wanted = Wanted(() if only_wanted else prefixes, (*wanted_names(target), *ignored), unfit, target.unplaced)
+        wanted = Wanted(
+            () if only_wanted else prefixes, (*wanted_names(target), *ignored), unfit, target.unplaced, target.holders
+        )
         hints = (*source.hints(target.prefixes), *target.hints(values), *(advice(quantized) if quantized else ()))
         verdict = vote(comm, saved, resolved, wanted, options, hints=hints)
         resolved = drop_refused(saved, resolved, verdict.refused)

@@ -132,6 +132,16 @@ def _decode_numpy_scalar(body: Any, depth: int) -> Any:
     return _numpy_array(code, [], data)[()]
 
 
+def _decode_ordered_dict(body: Any, depth: int) -> Any:
+    """Decode an OrderedDict with attributes. Refuse a name that would hide a method of the class."""
+    pairs, attributes = typed(body, None, None)
+    value, named = collections.OrderedDict(_decode_pairs(pairs, depth)), dict(_decode_pairs(attributes, depth))
+    if any(type(name) is not str or hasattr(collections.OrderedDict, name) for name in named):
+        raise CorruptError("an attribute of an OrderedDict has a name that no writer lets it have")
+    vars(value).update(named)
+    return value
+
+
 def _decode_defaultdict(body: Any, depth: int) -> Any:
     name, pairs = typed(body, None, None)
     if name is not None and name not in FACTORIES:
@@ -157,6 +167,7 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "set": lambda body, depth: set(_decode_elements(body, depth)),
     "frozenset": lambda body, depth: frozenset(_decode_elements(body, depth)),
     "OrderedDict": lambda body, depth: collections.OrderedDict(_decode_pairs(body, depth)),
+    "OrderedDict.attributes": _decode_ordered_dict,
     "Counter": lambda body, depth: collections.Counter(dict(_decode_pairs(body, depth))),
     "defaultdict": _decode_defaultdict,
     "deque": _decode_deque,

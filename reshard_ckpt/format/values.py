@@ -233,6 +233,15 @@ def _encode_pairs(value: dict[Any, Any], place: _Place) -> list[Any]:
     return [[_encode_item(key, place, key), _encode_item(item, place, key)] for key, item in value.items()]
 
 
+def _encode_ordered_dict(value: collections.OrderedDict[Any, Any], place: _Place) -> Any:
+    """Encode an OrderedDict with its attributes: torch's and tensordict's state dicts have one, ``_metadata``."""
+    attributes = vars(value)
+    if any(hasattr(collections.OrderedDict, name) for name in attributes):
+        place.refuse("an attribute of this OrderedDict hides a method of it; delete the attribute")
+    pairs = _encode_pairs(value, place)
+    return {"OrderedDict.attributes": [pairs, _encode_pairs(attributes, place)]} if attributes else {"OrderedDict": pairs}
+
+
 def _encode_int(value: int, place: _Place) -> Any:
     if _INT_MIN <= value <= _INT_MAX:
         return value
@@ -328,7 +337,7 @@ _ENCODERS: dict[type, _Encoder] = {
     dict: lambda value, place: {"dict": _encode_pairs(value, place)},
     set: _encode_set,
     frozenset: _encode_set,
-    collections.OrderedDict: lambda value, place: {"OrderedDict": _encode_pairs(value, place)},
+    collections.OrderedDict: _encode_ordered_dict,
     collections.Counter: lambda value, place: {"Counter": _encode_pairs(value, place)},
     collections.defaultdict: _encode_defaultdict,
     collections.deque: lambda value, place: {"deque": [value.maxlen, _encode_items(value, place)]},

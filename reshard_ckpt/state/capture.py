@@ -90,6 +90,8 @@ class Target:
     removed
         Names of optimizer state that the load takes out, unless `finish` is told to skip one: the checkpoint knows the parameter,
         and has no state of it.
+    holders
+        The names of the objects and optimizers in the state, whose tensors may be made later, as by a first step.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -102,6 +104,7 @@ class Target:
     hints: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda values: ()
     dtensors: tuple[tuple[str, torch.Tensor], ...] = ()
     removed: tuple[str, ...] = ()
+    holders: tuple[str, ...] = ()
 
     def count_up(self, written: Iterable[str]) -> None:
         """Raise the version counters of DTensors whose local tensors a load has written; `written` are names of tensors.
@@ -215,7 +218,8 @@ def _optimizer_rows(row: Entry) -> Iterator[Entry]:
             for key, value in entry.items():
                 if not isinstance(key, str) or "." in key:
                     raise UnsupportedError(
-                        f"{view.name}: the state of {owner.fqns[0]} has the key {key!r}; keys must be strings without dots"
+                        f"{view.name}: the state of {owner.fqns[0]} has the key {key!r}; keys must be strings without dots, so "
+                        f"if no parameter is sharded, save all of it as checkpoint.Value({view.name})"
                     )
                 kind = Kind.TENSOR if is_tensor_like(value) else Kind.VALUE
                 # A tied parameter has several FQNs, and its state is listed under each of them.
@@ -316,6 +320,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     parts: list[ValueTarget] = []
     unplaced: list[str] = []
     removed: list[str] = []
+    holders: list[str] = []
     given: dict[int, torch.Tensor] = {}
     with torch.no_grad():  # as for saving
         for row in rows_of(walked):
@@ -329,13 +334,17 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
                 parts.append(target)
                 unplaced += target.unplaced
                 removed += target.removed
+                holders.append(row.name)
                 wanted += target.rows
         find_memory(wanted, writes=True)
         out.add(wanted)
     # Trees of objects last, inner before outer: the state that they give back holds modules and tensors that are loaded by then.
     # Those of one depth stay in the order of the state: a program may put a random state behind objects that draw numbers.
     trees = sorted(walked, key=attrgetter("depth"), reverse=True)
-    parts += [TreeTarget(tree, saved, prefixes.include, group, adds=adds) for tree in trees]
+    for tree in trees:
+        parts.append(TreeTarget(tree, saved, prefixes.include, group, adds=adds))
+        if tree.owner is not None:
+            holders.append(parts[-1].name)
     dtensors = {kind for kind in {type(row.value) for row in wanted} if issubclass(kind, dtensor_class())}
     router = Router(parts, tuple(str(step) for step in steps(state)))
     return Target(
@@ -349,6 +358,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         partial(_hints, walked, unnamed, catalog.names),
         tuple([(row.name, row.value) for row in wanted if type(row.value) in dtensors]),
         tuple(removed),
+        tuple(holders),
     )
 
 

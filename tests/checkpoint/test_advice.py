@@ -110,3 +110,50 @@ def test_names_with_a_colon_are_matched_whole(tmp_path: Path):
         checkpoint.load(tmp_path, into, ignore=["x.loss"])
     assert checkpoint.load(tmp_path, into, allow_missing=["x.loss: train"]).kept == ("x.loss: train: not in the checkpoint",)
     assert into["x"] == {"v": 1, "loss: train": 3}
+
+
+class Replay:
+    """Makes its tensors at its first sample."""
+
+    def __init__(self) -> None:
+        self.samples: list[torch.Tensor] = []
+
+    def state_dict(self) -> dict[str, list[torch.Tensor]]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
+        self.samples = state["samples"]
+
+
+@pytest.mark.parametrize("key", ["replay", "optimizer"])
+def test_state_that_is_made_later_is_said_to_be_made_first_or_to_be_saved_whole(tmp_path: Path, key: str):
+    def made(step: int) -> dict[str, object]:
+        model, replay = nn.Linear(2, 2), Replay()
+        optimizer = torch.optim.SGD(model.parameters())
+        if step and key == "replay":
+            replay.samples.append(torch.full((3,), float(step)))
+        elif step:
+            optimizer.state["k"] = torch.tensor([step])  # as that of MADGRAD, which belongs to no parameter
+        return {"model": model, "optimizer": optimizer, "replay": replay}
+
+    saved = made(step=3)
+    checkpoint.save(tmp_path / "parts", saved)
+    told = rf"{key} has no such state yet: let it make that first, .* or save it as checkpoint.Value\({key}\)"
+    with pytest.raises(MismatchError, match=told):
+        checkpoint.load(tmp_path / "parts", made(step=0))
+    checkpoint.load(tmp_path / "parts", made(step=1))
+    checkpoint.save(tmp_path / "whole", saved | {key: checkpoint.Value(saved[key])})
+    fresh = made(step=0)
+    checkpoint.load(tmp_path / "whole", fresh | {key: checkpoint.Value(fresh[key])})
+
+
+def test_state_of_a_parameter_that_the_model_lacks_is_not_said_to_be_made_later(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer})
+    smaller = nn.Linear(2, 2, bias=False)
+    with pytest.raises(MismatchError, match="optimizer.state.bias.exp_avg: in the checkpoint") as refused:
+        checkpoint.load(tmp_path, {"model": smaller, "optimizer": torch.optim.AdamW(smaller.parameters())})
+    assert "no such state" not in str(refused.value)

@@ -41,6 +41,8 @@ def value(node):  # section 6
         return {value(key): value(item) for key, item in (body[1] if tag == "defaultdict" else body)}
     if tag in ("tuple", "set", "frozenset", "deque", "object"):  # the items and the value come last, after a length or a class
         return {"tuple": tuple, "set": set, "frozenset": frozenset}.get(tag, lambda parts: parts[-1])(value(body))
+    if tag == "OrderedDict.attributes":
+        return value({"dict": body[0]})
     if tag == "int":
         return int.from_bytes(body, "little", signed=True)
     if tag == "complex":

@@ -120,7 +120,8 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, collections.deque) and a.maxlen != b.maxlen:
         return False
     if isinstance(a, dict):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+        attributes = [same(vars(a), vars(b))] if isinstance(a, collections.OrderedDict) else []
+        return len(a) == len(b) and all([*attributes, *(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))])
     if isinstance(a, (list, tuple, collections.deque)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, (set, frozenset)):
@@ -148,6 +149,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 @example(value=np.random.default_rng(0).bit_generator.state)
 @example(value=[torch.Size([-1, 3]), torch.Size([1] * 100)])
 @example(value=collections.Counter("hello"))
+@example(value={"state": torch.nn.Linear(2, 1).state_dict()})  # it has an attribute, `_metadata`
 @example(value=collections.defaultdict(list, {"b": [1], "a": []}))
 @example(value=[1, 1.0, True, np.int64(1), np.float32(1), 1 + 0j])
 def test_values_come_back_as_they_were(value: Any):
@@ -244,6 +246,12 @@ class Settings:
     lr: float = 0.1
 
 
+def hiding_a_method() -> collections.OrderedDict[str, int]:
+    value = collections.OrderedDict(a=1)
+    vars(value)["items"] = 2
+    return value
+
+
 def loop() -> list[Any]:
     out: list[Any] = []
     out.append(out)
@@ -265,6 +273,7 @@ def loop() -> list[Any]:
         (Point(1, 2), r"_asdict\(\) or tuple"),
         (len, "code is not saved"),
         (collections.defaultdict(Opaque), "builtin factory"),
+        (hiding_a_method(), "hides a method"),
         (loop(), "contains itself"),
         (np.array([Opaque()]), "numpy dtype object"),
         (np.longdouble(1), "numpy dtype"),
@@ -332,6 +341,9 @@ def test_decode_path_refuses_what_is_no_path():
         {"defaultdict": [[], []]},
         {"deque": [-1, []]},
         {"deque": ["3", []]},
+        {"OrderedDict.attributes": [[]]},
+        {"OrderedDict.attributes": [[], [[1, 2]]]},
+        {"OrderedDict.attributes": [[], [["items", 2]]]},
         {"torch.Size": ["a"]},
         {"torch.Size": [2**63]},
         {"torch.device": "nowhere"},

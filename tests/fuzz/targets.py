@@ -194,7 +194,7 @@ def value_seeds() -> Iterator[bytes]:
     values = [
         {"lr": 0.5, 3: (1, None)}, [1, -(2**70), 2.5, "é", b"x", True], {1, 2}, np.arange(6.0).reshape(2, 3), np.str_("a"),
         torch.arange(3), torch.float16, torch.Size([2]), torch.device("cpu"), np.dtype("<f4"), np.datetime64("2026-01-01"),
-        1 + 2j,
+        1 + 2j, torch.nn.Linear(1, 1).state_dict(),
     ]  # fmt: skip
     yield from (encode_value(value, "") for value in values)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from reshard_ckpt.errors import LayoutError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.state import LocalShard, capture, prepare_load
+from reshard_ckpt.state.shards import Value
 from tests.factored import Factored
 from tests.helpers import Saved, load, position_values, save
 
@@ -371,12 +372,16 @@ def test_state_of_another_shape_for_a_declared_shard_is_refused():
     assert capture(state).tensors[1].spec.shape == (4,)
 
 
-def test_a_state_key_with_a_dot_is_refused():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.state[model[0].weight] = {"a.b": torch.zeros(4, 3)}
-    with pytest.raises(UnsupportedError, match=r"the state of 0.weight has the key 'a.b'"):
+@pytest.mark.parametrize("key", ["a.b", 0])  # heavyball has ints, over a dict each
+def test_a_state_key_without_a_name_is_refused_and_the_whole_state_is_not(key: str | int):
+    model, fresh = net(), torch.optim.SGD(net(seed=1).parameters())
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model[0].weight] = {key: {"sums": position_values((4, 3))}}
+    told = rf"the state of 0.weight has the key {key!r}; .* save all of it as checkpoint.Value\(optimizer\)"
+    with pytest.raises(UnsupportedError, match=told):
         capture({"model": model, "optimizer": optimizer})
+    load(save([capture({"optimizer": Value(optimizer)})]), {"optimizer": Value(fresh)})
+    assert torch.equal(fresh.state[fresh.param_groups[0]["params"][0]][key]["sums"], position_values((4, 3)))
 
 
 def test_an_optimizer_without_its_module_is_refused():

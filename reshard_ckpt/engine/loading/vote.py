@@ -56,12 +56,15 @@ class Wanted(NamedTuple):
         A line for each value that is missing or does not fit.
     unplaced
         Names of tensors that this rank wants and has no place for. They are among the problems, so they are not unexpected.
+    holders
+        Names of the objects and optimizers in the state, whose tensors may be made later.
     """
 
     prefixes: Sequence[str]
     names: Sequence[str] = ()
     problems: Sequence[str] = ()
     unplaced: Sequence[str] = ()
+    holders: Sequence[str] = ()
 
 
 def vote(
@@ -114,7 +117,8 @@ def vote(
     report = LoadReport(**lines)
     if options.strict and report.problems:
         hints = [*hints, *(f"{pattern} fits no name, so correct it" for pattern in result["unused"])]
-        advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _advised_options(found, options.offered)])
+        more = (*_other_keys(catalog, wanted.prefixes), *_not_made(catalog, wanted.holders, found))
+        advice = "; ".join([*hints, *more, _advised_options(found, options.offered)])
         suggestions = {with_sides(line): with_sides(text) for line, text in result["suggestions"]}
         shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
         raise MismatchError(summarize_kinds(shown, with_sides(advice)), report.problems)
@@ -175,6 +179,21 @@ def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
     under, keys = few([repr(name) for name in absent]), few([repr(name) for name in saved])
     others = f"its top-level keys are {keys}, which rename= can map" if saved else "nothing else"
     return [f"the checkpoint has nothing under {under}, and {others}"]
+
+
+def _not_made(catalog: Catalog, holders: Sequence[str], found: Mapping[str, Sequence[Problem]]) -> list[str]:
+    """Return advice for each object or optimizer that lacks saved state. State of parameters does not count."""
+    table = catalog.tensors_table
+    of_parameters = {name for name, key in zip(table.names, table.key.tolist(), strict=True) if key}
+    of_parameters.update(value.name for value in catalog.values_table if value.link)
+    lacked = [problem.name for kind in ("unexpected", "values") for problem in found.get(kind, ()) if problem.cure == "ignore"]
+    lacked = [name for name in lacked if name not in of_parameters]
+    return [
+        f"{holder} has no such state yet: let it make that first, as some optimizers do in a step, or save it as "
+        f"checkpoint.Value({holder}), which loads whole"
+        for holder in holders
+        if any(is_below(name, [holder]) for name in lacked)
+    ]
 
 
 def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
