@@ -68,8 +68,8 @@ class SaveOptions:
         check_choice("when_busy", self.when_busy, ("wait", "error"))
         check_choice("replicas", self.replicas, ("verify", "sample"))
         check_patterns("exclude", self.exclude)
-        for option in ("timeline", "sha256", "verify_base"):
-            if type(value := getattr(self, option)) is not bool:
+        for option, value in (("timeline", self.timeline), ("sha256", self.sha256), ("verify_base", self.verify_base)):
+            if type(value) is not bool:
                 raise UsageError(f"{option}={value!r:.200}: pass True or False")
         if self.rows is not None and not isinstance(self.rows, Tracker):
             raise UsageError(f"rows={self.rows!r:.200}: pass checkpoint.TouchedRows(module), made once before training, or None")
