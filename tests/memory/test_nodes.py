@@ -118,6 +118,29 @@ def test_three_nodes_with_one_copy_and_with_two(tmp_path: Path, shm: Path):
 
 
 @on_ranks(2)
+def test_a_save_that_one_node_cannot_note_is_undone_on_all(tmp_path: Path, shm: Path):
+    rank = dist.get_rank()
+    memory = Memory(folder=str(shm / str(rank)))
+
+    def refused(*_: Any) -> None:
+        raise StorageError("no room for the note")
+
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    manager.async_save(1, rows(1, rank, 2)).result()
+    with mock.patch.object(tier, "keep_generation", refused if rank else tier.keep_generation):
+        handle = manager.async_save(2, rows(2, rank, 2))
+        with pytest.raises(CheckpointError, match="no room for the note"):
+            handle.result()
+    assert manager.steps() == [1]
+    manager.__exit__(RuntimeError, RuntimeError(), None)
+    manager, state = Manager(tmp_path, memory=memory, persist_every=1000), rows(0, rank, 2)
+    found = manager.load_latest(state)
+    assert (found.step, found.tier, found.passed_over) == (1, "memory", ())
+    assert are_rows(state, 1, rank, 2)
+    manager.__exit__(RuntimeError, RuntimeError(), None)
+
+
+@on_ranks(2)
 def test_no_damaged_copy_is_loaded_and_none_that_is_late_holds_up_training(tmp_path: Path, shm: Path):
     """Two nodes with a copy each: bits turned over in memory, and on the way; and a copy that comes too late."""
     rank, root, folder = dist.get_rank(), str(tmp_path), str(shm / str(dist.get_rank()))
