@@ -34,6 +34,15 @@ def memory(shm: Path) -> Memory:
     return Memory(copies=0, folder=str(shm))
 
 
+def test_a_save_of_a_step_again_replaces_the_one_in_memory(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        for step, number in ((1, 11), (2, 22), (2, 2)):
+            manager.async_save(step, state(number)).result()
+        assert [held.step for held in find_generations(run_path(memory.folder, str(tmp_path)))] == [1, 2]
+        assert loaded(manager) == (2, "memory")
+        killed(manager)
+
+
 def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch):
     """The first is on its way to the store when the second is committed, so both are in memory; their ids are no order."""
     go, both, whole, finish, wait_for = (
