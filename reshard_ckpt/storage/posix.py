@@ -280,8 +280,6 @@ class OpenFiles:
 
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
-_HELD = (errno.EAGAIN, errno.EACCES)
-"""The error codes for a lock that somebody else has. Linux's client of Windows shares (SMB) answers EACCES."""
 MOMENTS_S = 120.0
 """The longest time in seconds that `await_lock` waits. Its locks are held only for moments, but in these a process may allocate
 gigabytes of memory, or publish on a slow disk."""
@@ -393,12 +391,21 @@ def _takes(lock: FileLock, path: str, shared: bool) -> bool:
         fcntl.flock(lock.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BaseException as error:
         code = error.errno if isinstance(error, OSError) else None
-        if code in _HELD:
+        if code == errno.EAGAIN or (code == errno.EACCES and _unlocks(lock.fd)):
             return False
         lock.release()
         if code in _NO_LOCKS:
             raise LocksUnsupported(f"{path}: cannot lock: {os.strerror(code)}; this file system has no locks") from error
         raise
+    return True
+
+
+def _unlocks(fd: int) -> bool:
+    """Tell what EACCES of `flock` means: that somebody has the lock (SMB), if unlocking works; else that nobody may lock here."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except OSError:
+        return False
     return True
 
 

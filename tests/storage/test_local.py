@@ -584,14 +584,22 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
         LocalStorage(tmp_path).lock("f", make=True)
 
 
-def test_a_lock_that_another_machine_holds_on_a_windows_share_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Linux's client of such shares answers EACCES there, which POSIX allows."""
+@pytest.mark.parametrize("refused", [False, True], ids=["held", "refused"])
+def test_eacces_means_that_another_has_the_lock_unless_unlocking_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+):
+    """Linux's client of Windows shares answers EACCES for a held lock; a security module does where nothing may be locked."""
 
-    def held(fd: int, flags: int) -> None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+    def flock(fd: int, flags: int) -> None:
+        if refused or flags != fcntl.LOCK_UN:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("fcntl.flock", held)
-    assert LocalStorage(tmp_path).lock("f", make=True) is None
+    monkeypatch.setattr("fcntl.flock", flock)
+    if refused:
+        with pytest.raises(StorageError, match="cannot lock: Permission denied; give this user the rights"):
+            LocalStorage(tmp_path).lock("f", make=True)
+    else:
+        assert LocalStorage(tmp_path).lock("f", make=True) is None
 
 
 def test_a_document_that_another_machine_replaces_while_it_is_read_is_read_anew(storage: LocalStorage):
