@@ -246,9 +246,9 @@ class Settings:
     lr: float = 0.1
 
 
-def hiding_a_method() -> collections.OrderedDict[str, int]:
+def with_attribute(name: Any) -> collections.OrderedDict[str, int]:
     value = collections.OrderedDict(a=1)
-    vars(value)["items"] = 2
+    vars(value)[name] = 2
     return value
 
 
@@ -273,7 +273,9 @@ def loop() -> list[Any]:
         (Point(1, 2), r"_asdict\(\) or tuple"),
         (len, "code is not saved"),
         (collections.defaultdict(Opaque), "builtin factory"),
-        (hiding_a_method(), "hides a method"),
+        (with_attribute("items"), "has the attribute 'items', which .* delete it"),
+        (with_attribute("__deepcopy__"), "has the attribute '__deepcopy__'"),
+        (with_attribute(3), "has the attribute 3"),
         (loop(), "contains itself"),
         (np.array([Opaque()]), "numpy dtype object"),
         (np.longdouble(1), "numpy dtype"),
@@ -344,6 +346,7 @@ def test_decode_path_refuses_what_is_no_path():
         {"OrderedDict.attributes": [[]]},
         {"OrderedDict.attributes": [[], [[1, 2]]]},
         {"OrderedDict.attributes": [[], [["items", 2]]]},
+        {"OrderedDict.attributes": [[], [["__deepcopy__", 2]]]},
         {"torch.Size": ["a"]},
         {"torch.Size": [2**63]},
         {"torch.device": "nowhere"},
