@@ -192,8 +192,9 @@ def read_at_most(path: str, limit: int) -> bytes:
     A network file system may take the file away (ESTALE) if another machine replaces it meanwhile; then the new one is read.
     """
     for tries_left in reversed(range(_TRIES)):
-        fd, data = open_to_read(path), bytearray()
+        fd, data = -1, bytearray()
         try:
+            fd = open_to_read(path)
             while len(data) < limit and (chunk := os.read(fd, min(_READ_BYTES, limit - len(data)))):
                 data += chunk
             break
@@ -201,8 +202,9 @@ def read_at_most(path: str, limit: int) -> bytes:
             if error.errno != errno.ESTALE or not tries_left:
                 raise
         finally:
-            with suppress(OSError):  # from a network file system; it was only read
-                os.close(fd)
+            if fd >= 0:
+                with suppress(OSError):  # from a network file system; it was only read
+                    os.close(fd)
     return bytes(data)
 
 

@@ -602,7 +602,8 @@ def test_eacces_means_that_another_has_the_lock_unless_unlocking_is_refused_too(
         assert LocalStorage(tmp_path).lock("f", make=True) is None
 
 
-def test_a_document_that_another_machine_replaces_while_it_is_read_is_read_anew(storage: LocalStorage):
+@pytest.mark.parametrize("call", ["fstat", "read"])
+def test_a_document_that_another_machine_replaces_while_it_is_read_is_read_anew(storage: LocalStorage, call: str):
     """A network file system may not keep the old file for those who have it open."""
     storage.publish("catalog", b"old")
 
@@ -610,7 +611,7 @@ def test_a_document_that_another_machine_replaces_while_it_is_read_is_read_anew(
         LocalStorage(storage.url).publish("catalog", b"new")
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    with faulty("read", 0, replaced):
+    with faulty(call, 0, replaced):
         assert storage.read("catalog", 10) == b"new"
-    with faulty("read", None, fails(errno.ESTALE)), pytest.raises(StorageError, match="Stale file handle"):
+    with faulty(call, None, fails(errno.ESTALE)), pytest.raises(StorageError, match="Stale file handle"):
         storage.read("catalog", 10)
