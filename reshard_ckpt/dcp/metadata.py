@@ -130,7 +130,8 @@ def _paths(saved: Catalog, of_values: Mapping[str, KeyPath]) -> dict[str, KeyPat
         for name, link in saved.links().items()
         if link.name == name and link.optimizer
     }
-    of_tensors = {name: tensor_path(name, inner) if (name.split(".", 1)[0],) in inner else (name,) for name in saved.names}
+    of_tensors = {name: tensor_path(name, inner) for name in saved.names}
+    of_tensors = {name: path if path[:1] in inner else (name,) for name, path in of_tensors.items()}
     return {**of_tensors, **{name: path for name, path in of_state.items() if name in of_tensors}, **of_values}
 
 
