@@ -240,7 +240,9 @@ def _encode_ordered_dict(value: collections.OrderedDict[Any, Any], place: _Place
         if not may_be_attribute(name):
             place.refuse(f"this OrderedDict has the attribute {name!r:.80}, which is a name of Python or of its class; delete it")
     pairs = _encode_pairs(value, place)
-    return {"OrderedDict.attributes": [pairs, _encode_pairs(attributes, place)]} if attributes else {"OrderedDict": pairs}
+    if not attributes:
+        return {"OrderedDict": pairs}
+    return {"OrderedDict.attributes": [pairs, _encode_pairs(attributes, place.child("__dict__"))]}
 
 
 def _encode_int(value: int, place: _Place) -> Any:

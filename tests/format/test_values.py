@@ -246,9 +246,9 @@ class Settings:
     lr: float = 0.1
 
 
-def with_attribute(name: Any) -> collections.OrderedDict[str, int]:
+def with_attribute(name: Any, attribute: Any = 2) -> collections.OrderedDict[str, int]:
     value = collections.OrderedDict(a=1)
-    vars(value)[name] = 2
+    vars(value)[name] = attribute
     return value
 
 
@@ -276,6 +276,7 @@ def loop() -> list[Any]:
         (with_attribute("items"), "has the attribute 'items', which .* delete it"),
         (with_attribute("__deepcopy__"), "has the attribute '__deepcopy__'"),
         (with_attribute(3), "has the attribute 3"),
+        (with_attribute("hook", len), r"extra\.x\['__dict__'\]\['hook'\]: a builtins.builtin_function"),
         (loop(), "contains itself"),
         (np.array([Opaque()]), "numpy dtype object"),
         (np.longdouble(1), "numpy dtype"),
