@@ -615,3 +615,20 @@ def test_a_document_that_another_machine_replaces_while_it_is_read_is_read_anew(
         assert storage.read("catalog", 10) == b"new"
     with faulty(call, None, fails(errno.ESTALE)), pytest.raises(StorageError, match="Stale file handle"):
         storage.read("catalog", 10)
+
+
+class Denied:
+    """An entry of a folder whose file a network file system denies, from its cache of names."""
+
+    def __init__(self, entry: os.DirEntry[str]) -> None:
+        self.name, self.path, self.is_dir, self.is_file = entry.name, entry.path, entry.is_dir, entry.is_file
+
+    def stat(self) -> os.stat_result:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+
+
+def test_a_file_that_a_cache_denies_is_listed_and_a_link_to_nowhere_is_not(storage: LocalStorage, root: Path):
+    put(storage, "a/f", b"data")
+    (root / "a" / "link").symlink_to("nowhere")
+    with faulty("scandir", None, lambda real, args, options: map(Denied, real(*args, **options))):
+        assert storage.list() == [("a/f", 0)]
