@@ -6,6 +6,7 @@ bytes are, as in a catalog: a NaN equals itself, and 3 differs from 3.0.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -266,6 +267,8 @@ def _leaves(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield the smallest parts in which two values differ: the part as an expression, and the part of each value."""
     if type(a) is type(b) and isinstance(a, dict) and list(a) == list(b):
         parts = [(f"{where}[{key!r}]", a[key], b[key]) for key in a]
+        if isinstance(a, OrderedDict):  # these alone may have attributes
+            parts.append((f"{where}.__dict__", vars(a), vars(b)))
     elif type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
         parts = [(f"{where}[{i}]", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
     else:

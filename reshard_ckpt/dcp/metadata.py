@@ -123,13 +123,15 @@ def _paths(saved: Catalog, of_values: Mapping[str, KeyPath]) -> dict[str, KeyPat
     A catalog has the keys of values and of optimizer state. They show dicts and lists, which tensors below them go into. Any
     other tensor has its whole name as one key.
     """
+    inner = inner_paths(of_values.values())
+    keys_of = {name_of(path): path for path in inner}  # a name does not tell which of its dots belong to a key
     of_state = {
-        name: (*link.optimizer.split("."), STATE, link.fqn, *link.key.split("."))
+        name: (*keys_of.get(link.optimizer, link.optimizer.split(".")), STATE, link.fqn, *link.key.split("."))
         for name, link in saved.links().items()
         if link.name == name and link.optimizer
     }
-    inner = inner_paths(of_values.values())
-    of_tensors = {name: tensor_path(name, inner) if (name.split(".", 1)[0],) in inner else (name,) for name in saved.names}
+    of_tensors = {name: tensor_path(name, inner) for name in saved.names}
+    of_tensors = {name: path if path[:1] in inner else (name,) for name, path in of_tensors.items()}
     return {**of_tensors, **{name: path for name, path in of_state.items() if name in of_tensors}, **of_values}
 
 

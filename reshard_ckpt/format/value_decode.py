@@ -132,11 +132,15 @@ def _decode_numpy_scalar(body: Any, depth: int) -> Any:
     return _numpy_array(code, [], data)[()]
 
 
+def may_be_attribute(name: Any) -> bool:
+    """Tell whether a saved OrderedDict may have an attribute of this name: none that Python or the class gives a meaning to."""
+    return type(name) is str and not name.startswith("__") and not hasattr(collections.OrderedDict, name)
+
+
 def _decode_ordered_dict(body: Any, depth: int) -> Any:
-    """Decode an OrderedDict with attributes. Refuse a name that would hide a method of the class."""
     pairs, attributes = typed(body, None, None)
     value, named = collections.OrderedDict(_decode_pairs(pairs, depth)), dict(_decode_pairs(attributes, depth))
-    if any(type(name) is not str or hasattr(collections.OrderedDict, name) for name in named):
+    if not all(map(may_be_attribute, named)):
         raise CorruptError("an attribute of an OrderedDict has a name that no writer lets it have")
     vars(value).update(named)
     return value

@@ -26,7 +26,7 @@ from ..core.report import with_article
 from ..core.trees import MAX_ALIKE, too_many_alike
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from .objects import is_object, parts_of, plain_key
-from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, decode_node
+from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, decode_node, may_be_attribute
 
 MAX_STEPS = 256
 """The most keys on the path to a value in the state: how deep the dicts of a state may nest."""
@@ -236,10 +236,13 @@ def _encode_pairs(value: dict[Any, Any], place: _Place) -> list[Any]:
 def _encode_ordered_dict(value: collections.OrderedDict[Any, Any], place: _Place) -> Any:
     """Encode an OrderedDict with its attributes: torch's and tensordict's state dicts have one, ``_metadata``."""
     attributes = vars(value)
-    if any(hasattr(collections.OrderedDict, name) for name in attributes):
-        place.refuse("an attribute of this OrderedDict hides a method of it; delete the attribute")
+    for name in attributes:
+        if not may_be_attribute(name):
+            place.refuse(f"this OrderedDict has the attribute {name!r:.80}, which is a name of Python or of its class; delete it")
     pairs = _encode_pairs(value, place)
-    return {"OrderedDict.attributes": [pairs, _encode_pairs(attributes, place)]} if attributes else {"OrderedDict": pairs}
+    if not attributes:
+        return {"OrderedDict": pairs}
+    return {"OrderedDict.attributes": [pairs, _encode_pairs(attributes, place.child("__dict__"))]}
 
 
 def _encode_int(value: int, place: _Place) -> Any:

@@ -282,7 +282,7 @@ def _hints(
     wanted = [name for name in unnamed if not are_numbered_groups(values.get(f"{name}.param_groups", []))]
     held = [row.name for row in rows_of(trees, Kind.TENSOR)]
     fresh = [name for name in unnamed if name not in wanted and _has_state(saved_tensors, name) and not _has_state(held, name)]
-    return (*map(_saved_by_number, saved), *map(_wanted_by_number, wanted), *map(_never_stepped, fresh))
+    return (*map(_never_stepped, fresh), *map(_saved_by_number, [*saved, *fresh]), *map(_wanted_by_number, wanted))
 
 
 def _has_state(names: Sequence[str], optimizer: str) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -227,8 +228,10 @@ class OptimizersTarget:
                     _set_hyperparameters(follower, selection.hyperparameters, self._given)
         if len(self.values) > 1:  # state that was saved as values, beside the groups
             for optimizer in [view.optimizer for view in self._views if view.optimizer is not None]:
-                # As its load_state_dict does: it makes tensors of step counts that an older torch saved as numbers.
-                optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+                # As its load_state_dict does: it makes tensors of step counts that an older torch saved as numbers. A KeyError
+                # means that a state lacks a key of the optimizer's class, as that of a subclass may; such numbers stay.
+                with suppress(KeyError):
+                    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         state, param, owner = plan.slot.state, plan.slot.key, plan.slot.owner

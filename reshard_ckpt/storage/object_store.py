@@ -75,7 +75,7 @@ MAX_COPY_BYTES = {"s3": 5 << 30, "gs": 1 << 40}
 _UNSIGNED = ("AWS_UNSIGNED_PAYLOAD", "AWS_SKIP_SIGNATURE")
 DELETE_AT_ONCE = 1_000
 _TRIES = 3
-"""The number of times at most that a request is sent if its answer is cut each time."""
+"""The most times that a request is sent, if its answer is cut each time."""
 
 _ID = "reshardid"  # without "_", which some servers change
 _LAST_LOOK_S = 10.0

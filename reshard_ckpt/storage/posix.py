@@ -192,8 +192,9 @@ def read_at_most(path: str, limit: int) -> bytes:
     A network file system may take the file away (ESTALE) if another machine replaces it meanwhile; then the new one is read.
     """
     for tries_left in reversed(range(_TRIES)):
-        fd, data = open_to_read(path), bytearray()
+        fd, data = -1, bytearray()
         try:
+            fd = open_to_read(path)
             while len(data) < limit and (chunk := os.read(fd, min(_READ_BYTES, limit - len(data)))):
                 data += chunk
             break
@@ -201,8 +202,9 @@ def read_at_most(path: str, limit: int) -> bytes:
             if error.errno != errno.ESTALE or not tries_left:
                 raise
         finally:
-            with suppress(OSError):  # from a network file system; it was only read
-                os.close(fd)
+            if fd >= 0:
+                with suppress(OSError):  # from a network file system; it was only read
+                    os.close(fd)
     return bytes(data)
 
 
@@ -280,8 +282,6 @@ class OpenFiles:
 
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
-_HELD = (errno.EAGAIN, errno.EACCES)
-"""The error codes for a lock that somebody else has. Linux's client of Windows shares (SMB) answers EACCES."""
 MOMENTS_S = 120.0
 """The longest time in seconds that `await_lock` waits. Its locks are held only for moments, but in these a process may allocate
 gigabytes of memory, or publish on a slow disk."""
@@ -393,12 +393,21 @@ def _takes(lock: FileLock, path: str, shared: bool) -> bool:
         fcntl.flock(lock.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BaseException as error:
         code = error.errno if isinstance(error, OSError) else None
-        if code in _HELD:
+        if code == errno.EAGAIN or (code == errno.EACCES and _unlocks(lock.fd)):
             return False
         lock.release()
         if code in _NO_LOCKS:
             raise LocksUnsupported(f"{path}: cannot lock: {os.strerror(code)}; this file system has no locks") from error
         raise
+    return True
+
+
+def _unlocks(fd: int) -> bool:
+    """Tell what EACCES of `flock` means: that somebody has the lock (SMB), if unlocking works; else that nobody may lock here."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except OSError:
+        return False
     return True
 
 

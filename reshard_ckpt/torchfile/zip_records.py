@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import io
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -39,14 +40,13 @@ _BAD_ZIP = (
 """The errors by which `zipfile` shows that a file is damaged; a damaged directory can also make it seek to a wrong place."""
 
 
-def _raise_unless_damage(error: Exception) -> None:
+def _raise_unless_damage(error: BaseException | None) -> None:
     """Raise an error of the system again, such as EIO of a disk, which does not say that the file is damaged.
 
-    A seek to a wrong place fails by EINVAL, or by an error without a number. `zipfile` raises some errors as a `BadZipFile`.
+    A seek to a wrong place fails by EINVAL, or by an error without a number.
     """
-    for each in (error, error.__context__):
-        if isinstance(each, OSError) and each.errno not in (None, errno.EINVAL):
-            raise each
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        raise error
 
 
 class StoredFile(io.RawIOBase):
@@ -88,12 +88,15 @@ class ZipRecords:
 
     def __init__(self, file: BinaryIO | io.RawIOBase, name: str) -> None:
         self._file, self._name = file, name
+        handled = sys.exc_info()[1]  # by the caller
         try:
             self.num_bytes = file.seek(0, io.SEEK_END)
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()
         except _BAD_ZIP as error:
             _raise_unless_damage(error)
+            if error.__context__ is not handled:  # `zipfile` turns errors of some reads into a `BadZipFile`
+                _raise_unless_damage(error.__context__)
             file.seek(0)
             refuse_legacy(file.read(HEAD_BYTES) or b"", name)
             raise self._damaged(str(error)) from error

@@ -103,8 +103,9 @@ def test_the_state_dict_of_an_optimizer_that_has_not_stepped_is_told(tmp_path: P
     state: dict[str, Any] = {"model": model.state_dict(), "optimizer": fresh.state_dict()}
     with pytest.raises(
         MismatchError, match=r"optimizer is the state_dict\(\) of an optimizer that has not stepped, .* pass the optimizer itself"
-    ):
+    ) as told:
         checkpoint.load(tmp_path / "a", state)
+    assert "rename={f'optimizer.state.{i}'" in str(told.value)  # which the optimizer itself needs
     state["optimizer"] = optimizer.state_dict()
     with pytest.raises(MismatchError, match="x: not in the checkpoint") as told:
         checkpoint.load(tmp_path / "a", {**state, "x": 1})

@@ -202,6 +202,17 @@ def test_of_a_value_that_differs_everywhere_the_whole_is_said():
     assert (change.where, change.b[-1], change.by) == ("", 100, None)
 
 
+def test_attributes_of_an_ordered_dict_are_compared_beside_its_items():
+    a, b = torch.nn.Linear(1, 1, bias=False).state_dict(), torch.nn.Linear(1, 1, bias=False).state_dict()
+    b["weight"] = a["weight"] = torch.zeros(1, 1)
+    assert value_changes("x", a, b) == []
+    b._metadata[""]["version"] = 2
+    (change,) = value_changes("x", [a], [b])
+    assert (change.where, change.a, change.b) == ("[0].__dict__['_metadata']['']['version']", 1, 2)
+    b["weight"] = torch.ones(1, 1)
+    assert [change.where for change in value_changes("x", a, b)] == ["['weight']", ".__dict__['_metadata']['']['version']"]
+
+
 def test_arrays_and_odd_numbers_say_how_far_apart_they_are_where_that_is_a_number():
     (change,) = value_changes("x", {"k": np.array([1.0, 4.0])}, {"k": np.array([1.0, 2.0])})
     assert (change.where, change.by, change.relative) == ("['k']", 2.0, 0.5)

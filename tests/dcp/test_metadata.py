@@ -56,17 +56,19 @@ def test_it_says_what_torchs_own_says(tmp_path: Path, theirs: Metadata, how: str
     assert dcp.ReshardReader(tmp_path / "ours").read_metadata() == ours
 
 
-def test_it_has_the_keys_that_lead_to_optimizer_state_and_into_dicts_with_values(tmp_path: Path):
+@pytest.mark.parametrize("key", ["optimizer", "of.stage"])
+def test_it_has_the_keys_that_lead_to_optimizer_state_and_into_dicts_with_values(tmp_path: Path, key: str):
     """torch's `load_sharded_optimizer_state_dict` and others rebuild a state dict from these keys."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    own = {"optimizer": get_optimizer_state_dict(model, optimizer), "list": [1, {"of.tensors": torch.ones(2)}]}
+    own = {key: get_optimizer_state_dict(model, optimizer), "list": [1, {"of.tensors": torch.ones(2)}]}
+    own["with.dot"] = {"w": torch.ones(1), "n": 1}
     theirs = torch_dcp.save(own, checkpoint_id=tmp_path / "theirs")
     ours = dcp.save(own, checkpoint_id=tmp_path / "ours")
     tensors = [name for name, entry in plain(theirs).items() if entry is not None]
-    assert len(tensors) == 7
+    assert len(tensors) == 8
     assert {name: ours.planner_data[name] for name in tensors} == {name: theirs.planner_data[name] for name in tensors}
 
 

@@ -246,9 +246,9 @@ class Settings:
     lr: float = 0.1
 
 
-def hiding_a_method() -> collections.OrderedDict[str, int]:
+def with_attribute(name: Any, attribute: Any = 2) -> collections.OrderedDict[str, int]:
     value = collections.OrderedDict(a=1)
-    vars(value)["items"] = 2
+    vars(value)[name] = attribute
     return value
 
 
@@ -273,7 +273,10 @@ def loop() -> list[Any]:
         (Point(1, 2), r"_asdict\(\) or tuple"),
         (len, "code is not saved"),
         (collections.defaultdict(Opaque), "builtin factory"),
-        (hiding_a_method(), "hides a method"),
+        (with_attribute("items"), "has the attribute 'items', which .* delete it"),
+        (with_attribute("__deepcopy__"), "has the attribute '__deepcopy__'"),
+        (with_attribute(3), "has the attribute 3"),
+        (with_attribute("hook", len), r"extra\.x\['__dict__'\]\['hook'\]: a builtins.builtin_function"),
         (loop(), "contains itself"),
         (np.array([Opaque()]), "numpy dtype object"),
         (np.longdouble(1), "numpy dtype"),
@@ -344,6 +347,7 @@ def test_decode_path_refuses_what_is_no_path():
         {"OrderedDict.attributes": [[]]},
         {"OrderedDict.attributes": [[], [[1, 2]]]},
         {"OrderedDict.attributes": [[], [["items", 2]]]},
+        {"OrderedDict.attributes": [[], [["__deepcopy__", 2]]]},
         {"torch.Size": ["a"]},
         {"torch.Size": [2**63]},
         {"torch.device": "nowhere"},

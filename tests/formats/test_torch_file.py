@@ -442,3 +442,12 @@ def test_a_disk_that_fails_once_does_not_make_a_file_damaged(while_opened: bool)
     file.fails = True
     with pytest.raises(OSError, match="Input/output error"):
         records.read("data.pkl")
+
+
+def test_a_damaged_file_is_called_so_also_while_another_error_is_handled():
+    """As by a program that falls back to another file."""
+    try:
+        raise FileNotFoundError(errno.ENOENT, "the first choice")
+    except FileNotFoundError:
+        with pytest.raises(CorruptError, match="is not a whole zip"):
+            ZipRecords(io.BytesIO(bytes(100)), "w.pt")

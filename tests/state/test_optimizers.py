@@ -446,6 +446,16 @@ def test_training_goes_on_from_numbers_that_an_older_torch_saved(kind: str, prep
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+def test_numbers_load_also_beside_state_without_the_keys_of_the_base_class():
+    """AdamW's ``__setstate__`` asks each state for a step count; a subclass may keep other state for its matrices."""
+    model, other = net(), net(seed=1)
+    optimizer, fresh = (torch.optim.AdamW(m.parameters()) for m in (model, other))
+    optimizer.state = {model[0].weight: {"momentum": position_values((4, 3))}, model[0].bias: {"step": 3}}
+    load(saved_of(model, optimizer), {"model": other, "optimizer": fresh})
+    assert torch.equal(fresh.state[other[0].weight]["momentum"], position_values((4, 3)))
+    assert fresh.state[other[0].bias] == {"step": 3}
+
+
 def test_torchs_own_state_dicts_by_fqn_have_the_same_names():
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 

@@ -584,17 +584,26 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
         LocalStorage(tmp_path).lock("f", make=True)
 
 
-def test_a_lock_that_another_machine_holds_on_a_windows_share_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Linux's client of such shares answers EACCES there, which POSIX allows."""
+@pytest.mark.parametrize("refused", [False, True], ids=["held", "refused"])
+def test_eacces_means_that_another_has_the_lock_unless_unlocking_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+):
+    """Linux's client of Windows shares answers EACCES for a held lock; a security module does where nothing may be locked."""
 
-    def held(fd: int, flags: int) -> None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+    def flock(fd: int, flags: int) -> None:
+        if refused or flags != fcntl.LOCK_UN:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("fcntl.flock", held)
-    assert LocalStorage(tmp_path).lock("f", make=True) is None
+    monkeypatch.setattr("fcntl.flock", flock)
+    if refused:
+        with pytest.raises(StorageError, match="cannot lock: Permission denied; give this user the rights"):
+            LocalStorage(tmp_path).lock("f", make=True)
+    else:
+        assert LocalStorage(tmp_path).lock("f", make=True) is None
 
 
-def test_a_document_that_another_machine_replaces_while_it_is_read_is_read_anew(storage: LocalStorage):
+@pytest.mark.parametrize("call", ["fstat", "read"])
+def test_a_document_that_another_machine_replaces_while_it_is_read_is_read_anew(storage: LocalStorage, call: str):
     """A network file system may not keep the old file for those who have it open."""
     storage.publish("catalog", b"old")
 
@@ -602,7 +611,24 @@ def test_a_document_that_another_machine_replaces_while_it_is_read_is_read_anew(
         LocalStorage(storage.url).publish("catalog", b"new")
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    with faulty("read", 0, replaced):
+    with faulty(call, 0, replaced):
         assert storage.read("catalog", 10) == b"new"
-    with faulty("read", None, fails(errno.ESTALE)), pytest.raises(StorageError, match="Stale file handle"):
+    with faulty(call, None, fails(errno.ESTALE)), pytest.raises(StorageError, match="Stale file handle"):
         storage.read("catalog", 10)
+
+
+class Denied:
+    """An entry of a folder whose file a network file system denies, from its cache of names."""
+
+    def __init__(self, entry: os.DirEntry[str]) -> None:
+        self.name, self.path, self.is_dir, self.is_file = entry.name, entry.path, entry.is_dir, entry.is_file
+
+    def stat(self) -> os.stat_result:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+
+
+def test_a_file_that_a_cache_denies_is_listed_and_a_link_to_nowhere_is_not(storage: LocalStorage, root: Path):
+    put(storage, "a/f", b"data")
+    (root / "a" / "link").symlink_to("nowhere")
+    with faulty("scandir", None, lambda real, args, options: map(Denied, real(*args, **options))):
+        assert storage.list() == [("a/f", 0)]

@@ -35,8 +35,8 @@ from reshard_ckpt.storage import (
 )
 from reshard_ckpt.storage.object_lease import LeaseLost, ObjectLease, content
 from reshard_ckpt.storage.object_store import PARTS_IN_FLIGHT, ObjectStorage
-from reshard_ckpt.storage.protocol import PublishUnknown
-from tests.storage.contract import StorageContract, put
+from reshard_ckpt.storage.protocol import MissingKey, PublishUnknown
+from tests.storage.contract import StorageContract, put, read_range
 from tests.storage.fault_proxy import FaultProxy, fault_proxy
 from tests.storage.object_servers import make_bucket, moto_server, set_endpoint
 from tests.warm_python import warm_python
@@ -188,6 +188,9 @@ def test_an_answer_that_is_cut_is_asked_for_again(storage: Storage, proxy: Fault
     assert storage.copy(storage, "a/f", "copied")
     proxy.once("cut", "GET", "/none")  # the error of a file that is not there
     assert storage.read_many(["none"], 10) == [None]
+    proxy.once("cut", "GET", "/none")
+    with pytest.raises(MissingKey):
+        read_range(storage, "none", 0, 1)
     proxy.once("cut", "POST", "delete")
     storage.delete(["a/f", "b/f"])
     assert storage.list() == [("c", 1), ("copied", 3)]

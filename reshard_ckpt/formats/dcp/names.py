@@ -55,15 +55,17 @@ def tensor_path(name: str, inner: Mapping[KeyPath, type]) -> KeyPath:
     """Return the path of a tensor: the first part of its name as one key, then the rest of the name as one key.
 
     An example is ``{"model": {"layers.0.weight": …}}``. If values show that there are more dicts and lists on the way, their keys
-    and indices come before the rest.
+    and indices come before the rest; the first key may have dots then.
 
     Parameters
     ----------
     inner
         The paths of dicts and lists, with the type of their keys; see `inner_paths`.
     """
-    first, *rest = name.split(".")
-    path: KeyPath = (first,)
+    parts = name.split(".")
+    first = next((n for n in range(1, len(parts)) if (".".join(parts[:n]),) in inner), 1)  # a key with dots has several parts
+    path: KeyPath = (".".join(parts[:first]),)
+    rest = parts[first:]
     while rest:
         if inner.get(path) is int and rest[0].isdecimal():
             path = (*path, int(rest.pop(0)))
