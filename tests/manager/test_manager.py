@@ -462,6 +462,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     *(({"memory": wrong}, r"memory=.*: pass a checkpoint.Memory, as in .*\(copies=1\)") for wrong in (True, "yes", Memory)),
     *(({"finish_on_sigterm": wrong}, "finish_on_sigterm=") for wrong in (0, -1, float("nan"), "20")),
+    ({"finish_on_sigterm": float("inf")}, "finish_on_sigterm=inf: .* at most"),
 ]
 
 
