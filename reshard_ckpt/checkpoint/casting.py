@@ -38,7 +38,7 @@ def cast_dtypes(
     Raise `UsageError` if a dtype is not a floating-point one, or a pattern matches no floating-point tensor. Raise
     `UnsupportedError` if a pattern matches a quantized tensor that cannot be dequantized.
     """
-    if cast is not None and not isinstance(cast, Mapping):  # `load` takes other forms, without dtypes
+    if cast and not isinstance(cast, Mapping):  # `load` takes other forms, without dtypes
         raise UsageError(f"cast={cast!r:.200}: pass a map of patterns to dtypes, as in cast={{'*': 'bfloat16'}}")
     dtypes: dict[str, str] = {}
     for pattern, wanted in (cast or {}).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from ..core.planning.interval import MAX_OVERHEAD, Goodput, JobFigures, best_goodput
 from ..core.report import duration_s, plural
@@ -127,7 +128,10 @@ def goodput(
 
 def _is_number(value: object) -> bool:
     """Return whether a value is a finite number, far enough below the largest float to be multiplied by units."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and abs(float(value)) < _MOST
+    except OverflowError:  # of an int above the largest float
+        return False
 
 
 def _alternatives(job: JobFigures) -> dict[str, JobFigures]:

@@ -422,9 +422,9 @@ def prepare(
     state, mesh, process_group, host_buffer_bytes, replicas, timeout_s
         The same as `async_save` will get.
     """
-    options = SaveOptions(replicas=replicas, host_buffer_bytes=host_buffer_bytes)
     session = open_session("prepare", "", process_group=process_group, timeout_s=timeout_s)
     with public_call(), session as comm:
+        options = SaveOptions(replicas=replicas, host_buffer_bytes=host_buffer_bytes)
         local_shards, _ = _captured(lambda: capture(state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
         assignment, _ = agree(comm, local_shards, splits=not options.samples_replicas)
         ring = take_ring(local_shards, lay_out(local_shards, assignment, comm.rank), host_buffer_bytes)

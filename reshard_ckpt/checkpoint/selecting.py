@@ -52,7 +52,7 @@ def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
         # Names below `name` lie together in `ordered`: "/" is the character after ".".
         found = ordered[bisect_left(ordered, f"{name}.") : bisect_left(ordered, f"{name}/")]
         if name in place:
-            found.append(name)
+            found.append(everything[place[name]])  # `name` itself may be a string of numpy
         return sorted(found, key=place.__getitem__) or matching(everything, name)
 
     found = {name: matched(name) for name in names}

@@ -71,6 +71,8 @@ def refuse_session(
 
     A call uses it for an argument that it checks before its session, and then raises the error. Otherwise the others would wait
     for this rank, also in their next calls. If they cannot be reached with `process_group` and `timeout_s`, nothing is done.
+    The refused session counts as a call of this rank. Rank 0 waits up to a minute until the others have come to it, because they
+    need the store that its process hosts.
     """
     with suppress(CheckpointError):
         group = current_group(process_group, timeout_s)

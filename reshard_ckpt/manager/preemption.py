@@ -41,7 +41,8 @@ def grace_of(finish_on_sigterm: bool | float) -> float:
     if isinstance(finish_on_sigterm, bool):
         return GRACE_S if finish_on_sigterm else 0.0
     if not isinstance(finish_on_sigterm, int | float) or not 0 < finish_on_sigterm <= threading.TIMEOUT_MAX:
-        raise UsageError(f"finish_on_sigterm={finish_on_sigterm!r}: pass True, False, or the seconds for it, above 0")
+        most = f"at most {threading.TIMEOUT_MAX:,.0f}"
+        raise UsageError(f"finish_on_sigterm={finish_on_sigterm!r}: pass True, False, or the seconds for it, above 0 and {most}")
     return float(finish_on_sigterm)
 
 

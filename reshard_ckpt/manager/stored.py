@@ -257,12 +257,12 @@ class StoredSteps:
 
     def _tell_of_newer(self, steps: Sequence[int]) -> None:
         """Warn if an earlier job left a newer step, because `load_latest` would go on from it and not from this job's steps."""
-        newest = max(steps, default=-1)
+        newest = max((step for step in steps if step not in self._damaged), default=-1)
         if self._good and newest > max(self._good) and self._is_current(newest) and not self._is_copy(newest):
             warnings.warn(
                 f"{self._root}: step {newest} is newer than all that this job saved or loaded, so load_latest would go on from "
                 "it, and steps of this job are removed first; to begin anew, use another root, or delete the earlier run's steps",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _check_lease(self) -> None:

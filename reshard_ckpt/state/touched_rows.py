@@ -83,7 +83,7 @@ class TouchedRows:
         if fraction is not None and (policy == "touched" or not is_number or not 0 < fraction <= 1):
             raise UsageError(f"fraction={fraction!r}: pass a share above 0 and up to 1, and none with policy='touched'")
         if bits is not None and (type(bits) is not int or bits not in BITS):
-            raise UsageError(f"bits={bits}: pass one of {', '.join(map(str, BITS))}, or leave it out for exact rows")
+            raise UsageError(f"bits={bits!r}: pass one of {', '.join(map(str, BITS))}, or leave it out for exact rows")
         self.bits = bits
         self.policy, self.fraction = policy, 0.125 if fraction is None and policy != "touched" else fraction
         self.since: str | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,6 +126,21 @@ def test_goodput_names_what_is_no_number(option: str, value: Any):
     figures: dict[str, Any] = {"state_gb": 1, "write_gbps": 1, "mtbf": "1h", option: value}
     with pytest.raises(UsageError, match=f"^{option}="):
         checkpoint.goodput(**figures)
+
+
+def test_goodput_takes_numbers_of_numpy():
+    job = checkpoint.goodput(state_gb=np.float32(2), write_gbps=np.float64(1), mtbf="1h", nodes=np.int64(4), copies=np.int32(1))
+    assert job == checkpoint.goodput(state_gb=2, write_gbps=1, mtbf="1h", nodes=4, copies=1)
+
+
+@pytest.mark.parametrize("cast", [None, False, {}])
+def test_no_cast_is_none_of_an_offline_reshard_too(saved: Path, cast: Any):
+    checkpoint.reshard(saved, beside(saved), mesh={"dp": 2}, cast=cast)
+    assert checkpoint.read(beside(saved))["w"].dtype is torch.float32
+
+
+def test_names_in_an_array_are_plain_text_in_the_result(saved: Path):
+    assert {type(name) for name in checkpoint.read(saved, np.array(["w", "step"]))} == {str}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("folder", ["", None, 3, "a\0b", b"x", "memory://x", "s3://bucket/x"], ids=repr)

@@ -248,7 +248,8 @@ def test_an_argument_that_one_rank_may_not_pass_is_refused_on_all_ranks_at_once(
     wrong = dist.get_rank() == 1
     state = {"w": torch.arange(6.0)}
     checkpoint.save(tmp_path / "a", state)
-    with checkpoint.Manager(tmp_path / "run") as manager:
+    memory = checkpoint.Memory(copies=0, folder=str(tmp_path / "memory"))
+    with checkpoint.Manager(tmp_path / "run") as manager, checkpoint.Manager(tmp_path / "fast", memory=memory) as fast:
         manager.save(1, state)
         calls = {
             "grace": lambda: checkpoint.save(tmp_path / "a", state, grace=-1 if wrong else 0),
@@ -260,6 +261,8 @@ def test_an_argument_that_one_rank_may_not_pass_is_refused_on_all_ranks_at_once(
             "cast": lambda: manager.load_latest(state, cast="w" if wrong else False),
             "staged": lambda: checkpoint.reshard_live(state, {"w": torch.zeros(6)}, staged=0 if wrong else True),  # type: ignore[arg-type]
             "memory_bytes": lambda: checkpoint.LiveReshard(state, {"w": torch.zeros(6)}, memory_bytes=1 if wrong else 1 << 20),
+            "exclude": lambda: fast.async_save(1, state, exclude="w" if wrong else []),
+            "host_buffer_bytes": lambda: checkpoint.prepare(state, host_buffer_bytes=0 if wrong else None),
             "alive": lambda: checkpoint.recover(state, alive=None if wrong else True, manager=manager),  # type: ignore[arg-type]
         }
         for option, call in calls.items():

@@ -265,6 +265,22 @@ def test_a_save_of_an_older_step_never_removes_itself(root: str):
         assert manager.load_latest(empty()).step == 200
 
 
+def test_a_newer_step_whose_catalog_is_damaged_is_not_said_to_be_loaded_next(root: str):
+    with Manager(root) as manager:
+        manager.save(1, state(1))
+        manager.save(5, state(5))
+    with open_storage(root) as storage:
+        catalog = bytearray(storage.read(f"step_5/{CATALOG_KEY}", 1 << 20))
+        catalog[len(catalog) // 2] ^= 1
+        storage.publish(f"step_5/{CATALOG_KEY}", bytes(catalog))
+    with Manager(root, keep_last=5) as manager:
+        with pytest.warns(UserWarning, match="passed over"):
+            assert manager.load_latest(empty()).step == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.save(2, state(2))
+
+
 def test_nothing_to_load_is_none_and_all_damaged_an_error(root: str):
     with Manager(root) as manager:
         assert manager.load_latest(empty()) is None
@@ -446,6 +462,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     *(({"memory": wrong}, r"memory=.*: pass a checkpoint.Memory, as in .*\(copies=1\)") for wrong in (True, "yes", Memory)),
     *(({"finish_on_sigterm": wrong}, "finish_on_sigterm=") for wrong in (0, -1, float("nan"), "20")),
+    ({"finish_on_sigterm": float("inf")}, "finish_on_sigterm=inf: .* at most"),
 ]
 
 
