@@ -51,6 +51,7 @@ WAITS = {
     # The Trainer's own collective: its time limit is that of the Trainer's process group.
     ("families/deepspeed/trainer.py", "_finalize_training"): [],
     ("storage/posix.py", "release"): [],  # unlocking waits for nobody
+    ("storage/posix.py", "_unlocks"): [],
     ("storage/posix.py", "_takes"): ["a lock of a checkpoint", "a lock of a run in memory", "a lock of a node"],
 }
 """By function that names one of these: the rows in which it waits. Sessions, turns and stops wait by polling a store alone."""
