@@ -65,10 +65,11 @@ def test_it_has_the_keys_that_lead_to_optimizer_state_and_into_dicts_with_values
     optimizer.step()
     own = {key: get_optimizer_state_dict(model, optimizer), "list": [1, {"of.tensors": torch.ones(2)}]}
     own["with.dot"] = {"w": torch.ones(1), "n": 1}
+    own["layer.weight"] = torch.ones(3)  # a key with a dot, as in a module's state dict
     theirs = torch_dcp.save(own, checkpoint_id=tmp_path / "theirs")
     ours = dcp.save(own, checkpoint_id=tmp_path / "ours")
     tensors = [name for name, entry in plain(theirs).items() if entry is not None]
-    assert len(tensors) == 8
+    assert len(tensors) == 9
     assert {name: ours.planner_data[name] for name in tensors} == {name: theirs.planner_data[name] for name in tensors}
 
 
