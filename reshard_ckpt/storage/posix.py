@@ -194,9 +194,10 @@ def read_at_most(path: str, limit: int) -> bytes:
     for tries_left in reversed(range(_TRIES)):
         fd, data = -1, bytearray()
         try:
-            fd = open_to_read(path)
-            while len(data) < limit and (chunk := os.read(fd, min(_READ_BYTES, limit - len(data)))):
+            fd, left = open_to_read(path), limit
+            while left and (chunk := os.read(fd, left if left < _READ_BYTES else _READ_BYTES)):
                 data += chunk
+                left -= len(chunk)
             break
         except OSError as error:
             if error.errno != errno.ESTALE or not tries_left:
