@@ -11,8 +11,8 @@ import pytest
 from tests.warm_python import warm_python
 
 BUDGETS = {
-    "save": {"functions": 427, "frames": 751, "files": 50},
-    "load": {"functions": 336, "frames": 572, "files": 45},
+    "save": {"functions": 428, "frames": 752, "files": 50},
+    "load": {"functions": 337, "frames": 572, "files": 45},
 }
 """The most that `tests.stories` may count. A change that lets a story enter fewer lowers its numbers here. The goals are 500
 frames in 50 files for a save, and 400 in 45 for a load."""

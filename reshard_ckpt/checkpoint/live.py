@@ -10,7 +10,6 @@ from ..comm import Turn, interrupts_held, open_turn
 from ..core.report import LoadReport
 from ..engine.common.tensor_bytes import public_call
 from ..engine.loading.load import LoadOptions
-from ..errors import UsageError
 from .live_job import Job
 from .live_states import Options, State
 from .loading import Patterns
@@ -85,12 +84,9 @@ def reshard_live(
         Another rank failed or did not arrive; the message lists the tensors that had been overwritten, on any rank.
     """
     turn = _turn(process_group, timeout_s, replicas)
-    try:
+    with turn.argument_check():
         load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES, sides=SIDES)
         options = Options(load, rename, staged, memory_bytes, replicas)
-    except UsageError as error:
-        turn.give_up(error)
-        raise
     with public_call(), turn.opened() as comm:
         return Job(src, dst, options, process_group, timeout_s).reshard_once(comm)
 
@@ -139,12 +135,9 @@ class LiveReshard:
     ) -> None:
         self._turn = partial(_turn, process_group, timeout_s, replicas, delta=delta)
         turn = self._turn()
-        try:
+        with turn.argument_check():
             load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore, offered=CURES, sides=SIDES)
             options = Options(load, rename, staged, memory_bytes, replicas, delta)
-        except UsageError as error:
-            turn.give_up(error)
-            raise
         with public_call(), turn.opened() as comm:
             self._job = Job(src, dst, options, process_group, timeout_s).begin(comm)
 

@@ -11,7 +11,7 @@ from functools import partial
 from logging import INFO, WARNING
 from typing import Any
 
-from ..comm import Comm, Exchange, open_exchange, open_session, refuse_session
+from ..comm import ArgumentCheck, Comm, Exchange, open_exchange, open_session
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import ValueKind
 from ..core.planning.match import matches
@@ -28,7 +28,6 @@ from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
 from ..engine.loading.scales import Dequantizer, advice, multiply, parts_of_load, read_quantized
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.handle import SAVES
-from ..errors import UsageError
 from ..formats.source import NATIVE, SAFETENSORS, Formats, Path, Source, known_formats, open_shared_source, with_options
 from ..state.capture import Target, prepare_load
 from ..state.shards import PerRankValues
@@ -113,11 +112,8 @@ def load(
     PeerError
         Another rank failed or did not arrive.
     """
-    try:
+    with ArgumentCheck("load", path, process_group=process_group, timeout_s=timeout_s):
         options = LoadOptions(strict, verify, verify_first, cast, allow_resize, allow_missing, ignore=ignore, read_once=read_once)
-    except UsageError as error:
-        refuse_session(error, "load", str(path), process_group=process_group, timeout_s=timeout_s)
-        raise
     return load_target(
         path,
         target_of(state),

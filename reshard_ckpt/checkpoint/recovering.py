@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..comm import ALONE, Comm, merge_of_all, open_session, refuse_session, union, value_of_first
+from ..comm import ALONE, ArgumentCheck, Comm, merge_of_all, open_session, union, value_of_first
 from ..comm.wire import name_ranks
 from ..core.catalog.model import Catalog
 from ..core.catalog.names import GROUPS, STATE, bare, optimizer_of, state_name
@@ -345,9 +345,8 @@ class Recovery:
     def _go_back(self, reason: str) -> RecoveryReport:
         """Load the newest whole checkpoint on all ranks. Collective."""
         if self._checkpoints is None:
-            error = CheckpointNotFound(f"{reason}; pass manager= or path= to go back to a checkpoint")
-            refuse_session(error, "load", reason, **self._session)  # other ranks may have one
-            raise error
+            with ArgumentCheck("load", reason, **self._session):  # other ranks may have one
+                raise CheckpointNotFound(f"{reason}; pass manager= or path= to go back to a checkpoint")
         loaded = self._checkpoints.load_newest(self._state, reason)
         with open_session("recovered", "checkpoint", **self._session) as comm:
             if comm.rank == 0:

@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ..comm import open_session, refuse_session
+from ..comm import ArgumentCheck, open_session
 from ..comm.protocol import Comm, merge_of_all, value_of_first
 from ..core.catalog.model import ValueEntry
 from ..core.report import SaveReport, duration_s
@@ -137,15 +137,12 @@ def save(
     PeerError
         Another rank failed or did not arrive.
     """
-    try:
+    with ArgumentCheck("save", path, process_group=process_group, timeout_s=timeout_s):
         options = SaveOptions(
             mesh, process_group, metadata, timeline, sha256, progress, timeout_s,
             replicas=replicas, exclude=exclude, base=base, verify_base=verify_base, rows=rows,
             grace_s=duration_s(grace, option="grace", or_zero=True),
         )  # fmt: skip
-    except UsageError as error:
-        refuse_session(error, "save", str(path), process_group=process_group, timeout_s=timeout_s)
-        raise
     return _save(path, _capture_of(state, options), options)
 
 
@@ -350,16 +347,13 @@ def async_save(
     CheckpointError
         As for `save`, for errors that occur before this returns; or the previous save failed in the background.
     """
-    try:
+    with ArgumentCheck("save", path, process_group=process_group, timeout_s=timeout_s):
         options = SaveOptions(
             mesh, process_group, metadata, timeline, sha256, progress, timeout_s,
             staging=staging, host_buffer_bytes=host_buffer_bytes, when_busy=when_busy, hold=hold,
             replicas=replicas, exclude=exclude, base=base, verify_base=verify_base, rows=rows,
             grace_s=duration_s(grace, option="grace", or_zero=True),
         )  # fmt: skip
-    except UsageError as error:
-        refuse_session(error, "save", str(path), process_group=process_group, timeout_s=timeout_s)
-        raise
     return begin_save(path, state, options)
 
 

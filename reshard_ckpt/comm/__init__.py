@@ -4,11 +4,11 @@ from .exchange import Exchange, open_exchange
 from .interrupts import interrupts_allowed, interrupts_held
 from .protocol import ALONE, Comm, SoloComm, merge_of_all, union, value_of_first
 from .sessions import (
+    ArgumentCheck,
     launched_group,
     open_session,
     open_session_by_name,
     open_turn,
-    refuse_session,
     shared_store,
     values_of_all,
 )
@@ -19,6 +19,7 @@ __all__ = [
     "ALONE",
     "CHANGED",
     "FAILED",
+    "ArgumentCheck",
     "Comm",
     "Exchange",
     "SoloComm",
@@ -33,7 +34,6 @@ __all__ = [
     "open_session",
     "open_session_by_name",
     "open_turn",
-    "refuse_session",
     "shared_store",
     "union",
     "value_of_first",

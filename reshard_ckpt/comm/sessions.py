@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -64,20 +64,33 @@ def open_session(
     return _place(group, kind, subject, timeout_s, NodeComm).session()
 
 
-def refuse_session(
-    error: BaseException, kind: str, subject: str, *, process_group: dist.ProcessGroup | None = None, timeout_s: float = 600
-) -> None:
-    """Raise an error of this rank on the other ranks too: refuse the session that they open next, for the same call.
+@dataclass
+class ArgumentCheck(AbstractContextManager["ArgumentCheck", None]):
+    """Raises an error of its ``with`` block on the other ranks too: it refuses the session that they open next for this call.
 
-    A call uses it for an argument that it checks before its session, and then raises the error. Otherwise the others would wait
-    for this rank, also in their next calls. If they cannot be reached with `process_group` and `timeout_s`, nothing is done.
-    The refused session counts as a call of this rank. Rank 0 waits up to a minute until the others have come to it, because they
-    need the store that its process hosts.
+    A call checks its arguments in such a block, before its session. Otherwise the others would wait for this rank, also in their
+    next calls. If they cannot be reached with `process_group` and `timeout_s`, nothing is done. The refused session counts as a
+    call of this rank. Rank 0 waits up to a minute until the others have come to it, because they need the store that its process
+    hosts.
+
+    Parameters
+    ----------
+    kind, subject, process_group, timeout_s
+        As for `open_session`; `subject` may be any object.
     """
-    with suppress(CheckpointError):
-        group = current_group(process_group, timeout_s)
-        if group is not None:
-            _place(group, kind, subject, timeout_s, NodeComm).refuse(error)
+
+    kind: str
+    subject: object
+    process_group: dist.ProcessGroup | None = None
+    timeout_s: float = 600
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, CheckpointError):
+            return
+        with suppress(CheckpointError):
+            group = current_group(self.process_group, self.timeout_s)
+            if group is not None:
+                _place(group, self.kind, str(self.subject), self.timeout_s, NodeComm).refuse(error)
 
 
 def open_session_by_name(

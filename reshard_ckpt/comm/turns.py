@@ -9,13 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
-from ..errors import PeerError
+from ..errors import CheckpointError, PeerError
 from .calls import did_not_arrive
 from .interrupts import interrupt_waits
 from .node import NodeComm
@@ -138,6 +138,15 @@ class Turn:
         if self._place is not None and self._place.comm().is_for_others(self._place.call):
             with self.opened():
                 pass
+
+    @contextmanager
+    def argument_check(self) -> Iterator[None]:
+        """Raise an error of the ``with`` block, which checks the arguments of a call, on the other ranks too."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.give_up(error)
+            raise
 
     def give_up(self, error: BaseException) -> None:
         """Tell the other ranks of an error of this rank, which will not open the session.

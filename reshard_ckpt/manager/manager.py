@@ -339,7 +339,7 @@ class Manager(RunSteps):
 
         With ``on_failure="warn"``, wait for earlier saves, and let the ranks compare their failures: collective then.
         """
-        with self._refusing(call):
+        with self._checking(call):
             step = checked_step(step)
             self._refuse_unless_open(call)
             self._refuse_read_only()
@@ -358,7 +358,7 @@ class Manager(RunSteps):
         if self._full_every:
             self._wait()
             base = {"base": partial(self._stored.next_base, self._full_every)}
-        with self._refusing("save"):
+        with self._checking("save"):
             metadata = with_metric(metadata, metric)
         return {"metadata": metadata, **self._session, "grace": self._grace_s, **base, **options}
 
@@ -374,7 +374,7 @@ class Manager(RunSteps):
         StorageError
             The step is being read; nothing was removed.
         """
-        with self._refusing("delete"):
+        with self._checking("delete"):
             self._refuse_unless_open("delete")
             self._refuse_read_only()
             step = checked_step(step)

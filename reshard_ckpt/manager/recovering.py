@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.fall_back import Checkpoints, Loaded, OfPath, State
 from ..checkpoint.loading import Prepare
 from ..checkpoint.recovering import Recovery, RecoveryReport
-from ..comm import refuse_session
+from ..comm import ArgumentCheck
 from ..errors import CheckpointNotFound, UsageError
 from ..formats.source import Path
 from .manager import Manager
@@ -73,7 +73,7 @@ def recover(
         state had been touched by then does not count as alive.
     """
     session = {"process_group": process_group, "timeout_s": timeout_s}
-    try:
+    with ArgumentCheck("recover", policy, **session):  # each rank has an `alive` of its own
         if policy not in ("exact", "partial"):
             raise UsageError(f"policy={policy!r}: pass 'exact' or 'partial'")
         if allow_mixed and policy == "exact":
@@ -87,9 +87,6 @@ def recover(
             raise UsageError(f"manager={manager!r:.200}: pass a checkpoint.Manager")
         if manager is not None:
             manager._refuse_unless_open("recover")
-    except UsageError as error:  # each rank has an `alive` of its own, so it may be wrong on one of them
-        refuse_session(error, "recover", str(policy), **session)
-        raise
     checkpoints: Checkpoints | None = None
     if manager is not None:
         checkpoints = _OfManager(manager)

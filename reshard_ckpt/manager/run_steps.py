@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from operator import index as as_int
 from typing import Any
 
 from ..checkpoint.listing import metric_of
 from ..checkpoint.loading import options_of
-from ..comm import refuse_session
+from ..comm import ArgumentCheck
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport
 from ..engine.common.step_folders import StepNames, name_steps
@@ -129,7 +128,7 @@ class RunSteps:
         return self._load(step, state, options, goes_on=True)
 
     def _load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any], *, goes_on: bool) -> LoadReport:
-        with self._refusing("load"):
+        with self._checking("load"):
             self._refuse_unless_open("load")
             step = checked_step(step)
             options_of(options)
@@ -164,20 +163,14 @@ class RunSteps:
         MismatchError
             Checkpoint and state disagree.
         """
-        with self._refusing("load_latest"):
+        with self._checking("load_latest"):
             self._refuse_unless_open("load_latest")
             options_of(options)
         self._wait()
         return self._restoring.load_latest(state, options)
 
-    @contextmanager
-    def _refusing(self, call: str) -> Iterator[None]:
-        """Raise an error of the ``with`` block, which checks arguments, on all ranks, which open a session next."""
-        try:
-            yield
-        except UsageError as error:
-            refuse_session(error, call, self._root, **self._session)
-            raise
+    def _checking(self, call: str) -> ArgumentCheck:
+        return ArgumentCheck(call, self._root, **self._session)
 
     def _wait(self) -> None:
         """Wait for the saves in progress and for the pruning after each."""

@@ -15,7 +15,7 @@ from ..checkpoint.listing import metric_of
 from ..checkpoint.loading import Prepare, load_given
 from ..checkpoint.reading import read_from
 from ..checkpoint.saving import async_save, begin_save
-from ..comm import Comm, open_session, open_session_by_name, refuse_session, shared_store, value_of_first
+from ..comm import ArgumentCheck, Comm, open_session, open_session_by_name, shared_store, value_of_first
 from ..comm.links import Links
 from ..comm.peers import machine_id
 from ..core.catalog.model import Catalog
@@ -209,13 +209,10 @@ class MemoryRun:
         """Begin a save to memory, with the options of `checkpoint.async_save`. If some rank has no room, it goes to the store."""
         inspect.signature(async_save).bind(path, state, **options)  # a wrong option is a TypeError, as in `async_save`
         given = dict(options)
-        try:
+        with ArgumentCheck("save to memory", path, **self._session):
             grace_s = duration_s(given.pop("grace", self._grace_s), option="grace", or_zero=True)
             chosen = SaveOptions(**given, grace_s=grace_s)
             _refuse_options(chosen)
-        except UsageError as error:
-            refuse_session(error, "save to memory", path, **self._session)
-            raise
         self.wait_for(step)
         self._metrics[step] = metric_of(chosen.metadata)
         targets: list[MemoryTarget | None] = []
