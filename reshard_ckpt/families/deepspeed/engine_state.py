@@ -69,6 +69,11 @@ def refuse_unsupported(engine: Any) -> None:
             raise UnsupportedError(f"this model's experts are divided among ranks {way}; {CURE_OF_ENGINES}")
     if getattr(engine, "zenflow", False):
         raise UnsupportedError(f"ZenFlow updates the optimizer's state in a process of its own; {CURE_OF_ENGINES}")
+    if getattr(engine, "super_offload", bool)():
+        raise UnsupportedError(
+            "SuperOffload keeps the moments of Adam in a process of its own, and no checkpoint has them, of this library or of "
+            "DeepSpeed; leave super_offload out of the config"
+        )
 
 
 def _global_names(engine: Any) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import UnsupportedError
 from tests.families.deepspeed import jobs
 from tests.launch import run_ranks
@@ -65,6 +68,75 @@ def test_engines_that_offload_to_the_cpu(tmp_path: Path) -> None:
             assert {name: got.get(name) for name in truth} == truth, (stage, kind)
         losses, again = found[f"{stage} again"]
         assert again == losses, stage
+
+
+def muon_engine(stage: int, seed: int = 0, *, offload: bool = False) -> Any:
+    """An engine with DeepSpeed's Muon for the matrices and its Adam for the rest, neither of which is compiled."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    deepspeed = jobs.import_deepspeed()
+    deepspeed.DeepSpeedEngine.get_optimizer_configuration = lambda *_, **__: (None, {})
+    torch.manual_seed(seed)
+    model = jobs.Net()
+    for param in model.parameters():
+        param.use_muon = param.ndim == 2
+    wanted = jobs.config(
+        stage, "bf16", zero={"reduce_scatter": stage < 3, **({"offload_optimizer": OFFLOADED} if offload else {})}
+    )
+    wanted["optimizer"] = {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}}
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=wanted)[0]
+
+
+def muon(out: str) -> dict[str, Any]:
+    """Train while a save that has not copied anything yet is under way; load it, train again, and return all losses."""
+    from reshard_ckpt.engine.saving.staging import Staging
+    from reshard_ckpt.families.deepspeed import calls as reshard_deepspeed
+    from reshard_ckpt.families.deepspeed.engine import _Running
+    from reshard_ckpt.families.deepspeed.engine_state import EngineState
+
+    step, fill, hold = threading.Event(), Staging.fill, _Running.hold
+
+    def late(staging: Any, *arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            step.wait()
+        return fill(staging, *arguments, **options)
+
+    def held(running: Any, register: Any) -> None:
+        register(lambda *_: step.set())
+        hold(running, register)
+
+    Staging.fill, _Running.hold = late, held  # type: ignore[method-assign]
+    found: dict[str, Any] = {}
+    for stage, offload in ((1, False), (2, False), (2, True), (3, False), (3, True)):
+        engine = reshard_deepspeed.attach(muon_engine(stage, offload=offload))
+        jobs.train(engine, jobs.STEPS)
+        state = EngineState(engine).tensors(with_state=True)[1]
+        live = {
+            f"optimizer.state.{fqn}.{key}": part.tensor.clone()
+            for fqn in state
+            for key, part in state[fqn].items()
+            if key != "step"
+        }
+        step.clear()
+        engine.save_checkpoint(f"{out}/{stage}{offload}")
+        losses = jobs.train(engine, 2, jobs.STEPS)
+        step.set()
+        engine.destroy()
+        saved = checkpoint.read(f"{out}/{stage}{offload}", [*live])
+        again = reshard_deepspeed.attach(muon_engine(stage, 9, offload=offload))
+        again.load_checkpoint(f"{out}/{stage}{offload}")
+        found[f"ZeRO-{stage}{' offloaded' * offload}"] = {
+            "wrong": [name for name in live if not saved[name].reshape(-1).equal(live[name].reshape(-1))],
+            "with momentum": sum(name.endswith("momentum_buffer") for name in live),
+            "losses": (losses, jobs.train(again, 2, jobs.STEPS)),
+        }
+    return found
+
+
+@pytest.mark.skipif(jobs.RELEASE < (0, 19), reason="Muon is in this release or not, with other options")
+def test_the_momentum_of_muon_is_that_of_the_save_while_training_goes_on(tmp_path: Path) -> None:
+    for kind, found in run_ranks(muon, 1, str(tmp_path), timeout_s=900)[0].items():
+        assert (found["wrong"], found["with momentum"]) == ([], 4), kind
+        assert found["losses"][0] == found["losses"][1], kind
 
 
 class TwoModelRanks:
@@ -126,6 +198,9 @@ def refused(out: str) -> dict[str, tuple[str, str]]:
     engine = jobs.engine_of("z1-bf16-plain")
     engine.zenflow = True
     found["ZenFlow"] = said(engine)
+    engine = jobs.engine_of("z3-bf16-plain")
+    engine.super_offload = lambda: True  # it needs CUDA
+    found["SuperOffload"] = said(engine)
     model = nn.Linear(3, 3)
     params = list(model.parameters())
     wanted = jobs.config(0, "fp32")
@@ -143,7 +218,7 @@ def refused(out: str) -> dict[str, tuple[str, str]]:
 
 def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(tmp_path: Path) -> None:
     for found in run_ranks(refused, 2, str(tmp_path), timeout_s=900):
-        assert len(found) == 4
+        assert len(found) == 5
         for name, texts in found.items():
             assert all(name in text for text in texts), (name, texts)
     assert not list(tmp_path.glob("none/*/*"))
