@@ -131,6 +131,27 @@ class ModuleState:
                 rows.append(Entry(full, below, Kind.VALUE, value, name))
         return ModuleRows(tuple(rows), takers, is_own)
 
+    @cached_property
+    def hidden(self) -> tuple[Entry, ...]:
+        """A row for each parameter in whose place a hook put other tensors into the state dict, as hooks that split one do.
+
+        These rows are not saved: an optimizer may refer to such a parameter, and then its name and layout are needed.
+        """
+        if self.flat is not None:
+            return ()
+        shown, fsdp = {id(value) for value in self.raw.values()}, _fsdp_classes()
+        root = ModulePlace("", self.module, False, isinstance(self.module, fsdp), _inner_name(self.module) is not None)
+        places: dict[str | None, ModulePlace] = {None: root}
+        rows: list[Entry] = []
+        for key, param in self.module.named_parameters(remove_duplicate=False):
+            if id(param) not in shown:
+                above, dot, last = key.rpartition(".")
+                at = _place(above, places, fsdp) if dot else root
+                fqn = at.below(last, fsdp).fqn
+                how = Replication.DECLARED if at.under_ddp else Replication.PLAIN
+                rows.append(Entry(f"{self.name}.{fqn}", (*self._path, fqn), Kind.TENSOR, param, self.name, replication=how))
+        return tuple(rows)
+
     def _is_own(self, value: Any) -> bool:
         """Tell whether a tensor is a parameter, buffer or attribute in the module: a hook may add other tensors to its state."""
         if self._own is None:
@@ -280,7 +301,8 @@ class ModulesTarget:
                     owner.set_extra_state(value)
                 continue
             try:
-                state.module.load_state_dict({**state.raw, **{key: value for key, _, value in loaded}})
+                with torch.no_grad():  # autograd would refuse views of a parameter, which a hook gave and the load wrote into
+                    state.module.load_state_dict({**state.raw, **{key: value for key, _, value in loaded}})
             except Exception as error:
                 raise MismatchError(f"{self.name}: the module's load_state_dict refused the loaded state: {error}") from error
 

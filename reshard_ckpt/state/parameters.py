@@ -227,9 +227,15 @@ class OptimizerView:
 
 
 def _owner_rows(trees: Sequence[Tree]) -> Iterator[tuple[str, Entry]]:
-    """Yield the key of its module or dict, and the row, of each tensor that may be a parameter; those of modules come first."""
+    """Yield the key of its module or dict, and the row, of each tensor that may be a parameter; those of modules come first.
+
+    They include parameters that a module holds, and whose place in its state dict a hook gave to other tensors.
+    """
     for row in rows_of(trees, Kind.MODULES):
-        yield from ((row.name, entry) for state in row.value for entry in state.opened.rows if entry.kind is Kind.TENSOR)
+        for state in row.value:
+            yield from ((row.name, entry) for entry in state.opened.rows if entry.kind is Kind.TENSOR)
+            if not state.opened.is_own:
+                yield from ((row.name, entry) for entry in state.hidden)
     for row in rows_of(trees, Kind.TENSOR):
         if len(row.path) > 1:
             yield str(row.path[0]), row

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import LayoutError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.state import LocalShard, capture, prepare_load
 from reshard_ckpt.state.shards import Value
@@ -61,6 +63,50 @@ def assert_goes_on_equally(make: Any, *, prepared: bool) -> None:
     train(model, optimizer)
     train(other, fresh)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Fused(nn.Module):
+    """Two layers in one weight, which its state dict has as two weights, like the fused projections of torchtitan."""
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.both = nn.Linear(3, 8)
+
+        def split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            for kind in ("weight", "bias"):
+                for half, part in zip("ab", state.pop(f"{prefix}both.{kind}").chunk(2), strict=True):
+                    state[f"{prefix}{half}.{kind}"] = part.clone() if copies else part
+
+        def join(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            for kind in ("weight", "bias"):
+                state[f"{prefix}both.{kind}"] = torch.cat([state.pop(f"{prefix}{half}.{kind}") for half in "ab"])
+
+        self.register_state_dict_post_hook(split)
+        self.register_load_state_dict_pre_hook(join)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.both(x).square()
+
+
+@pytest.mark.parametrize("wrap", [lambda module: module, torch.nn.DataParallel])
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_parameter_that_a_hook_splits_has_its_own_name_in_the_optimizer(copies: bool, wrap: Any, tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = wrap(nn.Sequential(Fused(copies=copies), nn.Linear(8, 2)))
+        return model, torch.optim.AdamW([{"params": [p]} for p in model.parameters()], amsgrad=True)
+
+    model, optimizer = made(0)
+    train(model, optimizer)
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer})
+    names = checkpoint.catalog(tmp_path).names
+    assert {"model.0.a.weight", "model.0.b.bias", "optimizer.state.0.both.weight.exp_avg"} <= {*names}
+    assert "model.0.both.weight" not in names
+    other, fresh = made(1)
+    checkpoint.load(tmp_path, {"model": other, "optimizer": fresh})
+    for each in ((model, optimizer), (other, fresh)):
+        train(*each)
+    assert all(a.equal(b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 OPTIMIZERS = {

@@ -83,8 +83,9 @@ class ReshardCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
         else:
-            state = self._state_to_load(model_only=self.initial_load_model_only)
-            checkpoint.load(checkpoint_id, state)
+            model_only = self.initial_load_model_only
+            # The weights alone may be an export in `export_dtype`, which torchtitan's own manager casts too.
+            checkpoint.load(checkpoint_id, self._state_to_load(model_only=model_only), cast=model_only)
 
     def _find_load_step(self, folder: str = "") -> int:
         return -1 if (latest := self._manager.latest()) is None else latest

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from reshard_ckpt import checkpoint
 from tests.families.kills import assert_died_at_commit, die_at_commit
@@ -61,6 +62,33 @@ class GlobalLoader:
         self.step = state["step"]
 
 
+class Fused(nn.Module):
+    """A layer whose state dict has its weight as two, made by a collective, like the fused attention of torchtitan's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(5, 7)
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._join)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.both(x)
+
+    @staticmethod
+    def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for kind in ("weight", "bias"):
+            both = state.pop(f"{prefix}both.{kind}")
+            both = both.redistribute(both.device_mesh, [Replicate()])
+            state[f"{prefix}q.{kind}"], state[f"{prefix}kv.{kind}"] = both[:3].clone(), both[3:].clone()
+
+    @staticmethod
+    def _join(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for kind in ("weight", "bias"):
+            parts = [state.pop(f"{prefix}{half}.{kind}") for half in ("q", "kv")]
+            own = getattr(module.both, kind)
+            state[f"{prefix}both.{kind}"] = torch.cat(parts).redistribute(own.device_mesh, own.placements)
+
+
 class Job:
     """The parts of torchtitan's Trainer that its checkpoint manager is given; `ours` chooses the manager."""
 
@@ -74,7 +102,7 @@ class Job:
 
         rank, size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(seed)
-        parts: list[nn.Module] = [nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))]
+        parts: list[nn.Module] = [nn.Sequential(Fused(), nn.GELU(), nn.Linear(7, 3))]
         self.model = parts[0]
         fully_shard(self.model)
         groups = [
@@ -222,9 +250,10 @@ def test_old_steps_go_after_the_commit_and_the_last_is_exported(tmp_path: Path) 
     run_ranks(begin, 2, str(tmp_path), options)
     assert steps_of(tmp_path) == ["step-4", "step-6"]
     (names,) = run_ranks(exported, 1, str(tmp_path / "model"), options)
-    assert names == {"model.0.weight", "model.0.bias", "model.2.weight", "model.2.bias"}
-    (loss,) = run_ranks(from_exported, 1, str(tmp_path / "model"), str(tmp_path / "other"))
-    assert loss == "same"
+    assert names == {f"model.{layer}.{kind}" for layer in ("0.q", "0.kv", "2") for kind in ("weight", "bias")}
+    for step in (4, STEPS):
+        (loss,) = run_ranks(from_exported, 1, str(tmp_path / "model"), str(tmp_path / f"from-{step}"), step)
+        assert loss == "same", step
 
 
 def exported(folder: str, options: dict[str, Any]) -> set[str]:
@@ -237,11 +266,11 @@ def exported(folder: str, options: dict[str, Any]) -> set[str]:
     return set(found)
 
 
-def from_exported(folder: str, other: str) -> str:
-    """Begin with the weights of step 4 of another run."""
-    job = Job(other, ours=True, real_loader=False, initial_load_path=f"{folder}/checkpoint/step-4")
+def from_exported(folder: str, other: str, step: int) -> str:
+    """Begin with the weights of a step of another run; the last one is in bf16."""
+    job = Job(other, ours=True, real_loader=False, initial_load_path=f"{folder}/checkpoint/step-{step}")
     assert job.checkpointer.load()
     job.checkpointer.close()
-    saved = checkpoint.read(Path(folder, "checkpoint", "step-4"))
+    saved = checkpoint.read(Path(folder, "checkpoint", f"step-{step}"))
     own = {f"model.{name}": part.full_tensor() for name, part in job.model.state_dict().items()}
-    return "same" if job.step == 0 and all(torch.equal(part, saved[name]) for name, part in own.items()) else "other"
+    return "same" if job.step == 0 and all(torch.equal(part, saved[name].float()) for name, part in own.items()) else "other"
