@@ -167,7 +167,8 @@ def capture(
             find_memory(rows)
             out.add(rows, keys_of)
         if known is not None and seen is not None:
-            return Captured(known.tensors(seen), known.in_order(out.values), found, unused=known.unused)
+            by_name = {value.name: value for value in out.values}  # in the order in which they were first described
+            return Captured(known.tensors(seen), tuple([by_name[name] for name in known.values]), found, unused=known.unused)
     if seen is not None and not warnings:
         # at[i]: index of tensor i in `seen.tensors`; -1 if `find_facts` has not seen it, and then the state cannot be kept
         index = {id(tensor): i for i, tensor in enumerate(seen.tensors)}

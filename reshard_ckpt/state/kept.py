@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.catalog.specs import Mesh, TensorSpec, ValueSpec
+from ..core.catalog.specs import Mesh, TensorSpec
 from ..core.planning.local_metadata import Memo
 from ..engine.common.tensor_bytes import LocalTensor
 from .dtensor import dtensor_class, local_tensors
@@ -102,11 +102,6 @@ class Description:
                         OptimizerView(name, list(zip(optimizer.param_groups, owners, strict=True)), (), ())
                         for optimizer, (name, owners) in zip(row.value, next(members), strict=True)
                     )
-
-    def in_order(self, values: Iterable[ValueSpec]) -> tuple[ValueSpec, ...]:
-        """Return the values in the order in which they were first described."""
-        by_name = {value.name: value for value in values}
-        return tuple([by_name[name] for name in self.values])
 
 
 def members_of(view: OptimizerView) -> tuple[str, list[tuple[Owner, ...]]]:
