@@ -59,7 +59,7 @@ class StateFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The cached description of a state: the specs of its tensors, and the names of its values.
+    """The cached description of a state: the specs of its tensors, and the parameters of its optimizers.
 
     Attributes
     ----------
@@ -67,8 +67,6 @@ class Description:
         Meshes and placements whose ids are among the facts, kept alive.
     specs, at
         The specs of tensors, and for each the index of its memory in `StateFacts.memories`.
-    values
-        The names of the values, in order.
     members
         For each optimizer in each row of optimizers, its name and the owners of its parameters.
     unused
@@ -78,7 +76,6 @@ class Description:
     places: list[Any]
     specs: Sequence[TensorSpec]
     at: Sequence[int]
-    values: Sequence[str]
     members: Sequence[Members]
     mesh: Mesh | None
     unused: tuple[str, ...]
