@@ -73,7 +73,9 @@ def weight_files(storage: Storage, suffix: str, *, main: str, others: bool = Tru
         raise UsageError(f"{storage.url}: has several indices ({', '.join(indices)}); keep those of one model in the folder")
     if indices:
         index = main + INDEX if main + INDEX in indices else indices[0]
-        found = read_index(storage, index)
+        found, single = read_index(storage, index), index.removesuffix(INDEX)
+        if single in keys and found.names.keys().isdisjoint(keys):  # a later save of one file replaced the files of the index
+            return WeightFiles({single: None})
         if main in keys and main not in found.names:  # transformers would load that file, and pass over the index
             raise UsageError(
                 f"{storage.url}: has {main} and {index}, which does not name it; keep those of one model in the folder"
@@ -175,7 +177,7 @@ def copy_side_files(
         return
     for key in keys:
         size = source.size(key)
-        if key in own or not key.endswith(SIDE_SUFFIXES) or key.endswith(INDEX) or size is None or size > MAX_SIDE_BYTES:
+        if key in own or not key.endswith(SIDE_SUFFIXES) or ".index." in key or size is None or size > MAX_SIDE_BYTES:
             continue
         changed = None
         if key == CONFIG and (dequantized or dtypes):

@@ -880,7 +880,8 @@ def test_config_and_tokenizer_go_along(tmp_path: Path, config: str):
     source.mkdir()
     save_file({"w": torch.ones(3), "v": torch.ones(2).half(), "i": torch.ones(9).int()}, source / "model.safetensors")
     kept = {"config.json": config, "tokenizer.json": '{"dtype": "float32"}', "merges.txt": "a b", "spiece.model": "x"}
-    for name, text in {**kept, "train.log": "no", "x.py": "no", "old.bin.index.json": "no"}.items():
+    indices = ("old.bin.index.json", "model.safetensors.index.fp16.json")
+    for name, text in {**kept, **dict.fromkeys(("train.log", "x.py", *indices), "no")}.items():
         (source / name).write_text(text)
     checkpoint.convert(source, tmp_path / "out", cast={"*": "bfloat16"})
     assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir() if p.suffix != ".safetensors"} == kept
