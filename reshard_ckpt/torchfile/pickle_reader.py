@@ -27,9 +27,6 @@ from ..errors import CorruptError, UnsupportedError
 MAX_ARGUMENTS = 64
 """The most arguments of a call in a pickle, and the most dims of a size; no tensor has as many."""
 
-_MAX_INT_BYTES = 16
-"""The most bytes of an integer in a pickle. Longer ones take quadratic time to print, and no checkpoint has one."""
-
 _MAX_INT_KEY = 2**60
 """Integers that are keys of dicts must be below this: larger ones can be chosen to have one hash, which makes dicts slow."""
 
@@ -323,13 +320,6 @@ def _shown(value: Any) -> str:
     return value.name if isinstance(value, StandInClass | StandInFunction) else type_in_words(value)
 
 
-def _long(machine: _Machine) -> int:
-    size = machine.number(1)
-    if size > _MAX_INT_BYTES:
-        raise ValueError(f"a number of {size} bytes")
-    return int.from_bytes(machine.take(size), "little", signed=True)
-
-
 def _move_into_place(size: int) -> Callable[[_Machine], None]:
     def operation(machine: _Machine) -> None:
         # Writers number the memo's entries in order. A jump would let a few bytes claim a huge memo.
@@ -378,7 +368,7 @@ _VALUES: dict[int, Callable[[_Machine], Any]] = {
     # BININT2, BININT, LONG1, BINFLOAT
     0x4D: lambda machine: machine.number(2),
     0x4A: lambda machine: int.from_bytes(machine.take(4), "little", signed=True),
-    0x8A: _long,
+    0x8A: lambda machine: int.from_bytes(machine.take(machine.number(1)), "little", signed=True),
     0x47: lambda machine: struct.unpack(">d", machine.take(8))[0],
     # NONE, NEWTRUE, NEWFALSE, EMPTY_LIST
     0x4E: lambda machine: None,
