@@ -15,7 +15,7 @@ from ..format.columns import TORCH_NAMES
 from ..format.shard_file import unique
 from ..storage import Storage
 from ..storage.posix import broken_link
-from ..storage.protocol import key_parts, read_parts
+from ..storage.protocol import copy_file, key_parts, write_file
 
 CONFIG = "config.json"
 INDEX = ".index.json"
@@ -43,9 +43,6 @@ SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 MAX_SIDE_BYTES = 256 << 20
 """The size above which a file beside a model is not copied: it is data of another kind."""
-
-_STEP_BYTES = 8 << 20
-"""The number of bytes to copy at once of a file beside a model."""
 
 POINTER = b"version https://"
 """The first bytes of the text that git leaves in place of a large file where Git LFS is missing."""
@@ -182,9 +179,10 @@ def copy_side_files(
         changed = None
         if key == CONFIG and (dequantized or dtypes):
             changed = _changed(source.read(key, MAX_SIDE_BYTES), ENTRIES if dequantized else (), dtypes or {})
-        with target.create(key) as writer:
-            for part in [changed] if changed else (part for _, part in read_parts(source, key, size, _STEP_BYTES)):
-                writer.write(part)
+        if changed:
+            write_file(target, key, changed)
+        else:
+            copy_file(source, key, target)
 
 
 def _changed(data: bytes, left_out: Collection[str], dtypes: Mapping[str, str]) -> bytes | None:
