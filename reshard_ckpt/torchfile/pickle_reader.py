@@ -6,8 +6,8 @@ that is not in the table is an error with its name.
 
 A hostile stream must not exhaust the machine either, so every operation is cheap, and objects take memory in proportion to the
 stream. Strings and numbers are no longer than the bytes that spell them, memo entries are counted, and calls get a few small
-arguments. Keys of dicts are strings, stand-ins, numbers below 2⁶⁰, or flat tuples of constants: the hash of a nested tuple
-may take for ever, and larger numbers can be chosen to collide. Nothing is walked recursively, so depth costs nothing.
+arguments. Keys of dicts are strings, bytes, None, stand-ins, numbers below 2⁶⁰, or flat tuples of constants: the hash of a nested
+tuple may take for ever, and larger numbers can be chosen to collide. Nothing is walked recursively, so depth costs nothing.
 
 A file may also hold a user's own values. The result of a call that the table does not allow, an object whose content is not read,
 and a key of any other kind become an `Opaque`, which holds only a name. So one such value does not make the file unreadable: only
@@ -278,7 +278,7 @@ def _is_attributes(state: Any) -> bool:
 
 def _key(key: Any) -> Any:
     # Larger integers can be chosen to have the same hash, which makes the dict slow.
-    if isinstance(key, str | StandInObject) or (type(key) is int and abs(key) < _MAX_INT_KEY):
+    if isinstance(key, str | bytes | bool | None | StandInObject) or (type(key) is int and abs(key) < _MAX_INT_KEY):
         return key
     # Constants of the table, such as dtypes, hash by their address, and strings by a secret; nobody can choose them to collide.
     if type(key) is tuple and len(key) <= MAX_ARGUMENTS and not any(isinstance(part, tuple | int | float) for part in key):

@@ -53,6 +53,7 @@ def saved(value: Any) -> bytes:
 
 PLAIN = [
     b"", b"x", collections.deque([1, 2]), collections.deque([1, 2, 3], 3), collections.deque(), {1, "a", (1, 2)}, np.float64(3),
+    {None: 1, True: 2, False: 3, b"k": 4},
     {"state": 2**128 - 1, "inc": -(2**2039)},  # as of numpy's generators, and the largest of pickle's short form
 ]  # fmt: skip
 
