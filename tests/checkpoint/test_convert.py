@@ -38,7 +38,7 @@ from reshard_ckpt.errors import (
 )
 from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats import destination
-from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
+from reshard_ckpt.storage import LocalStorage, LocksUnsupported, local, open_storage
 from reshard_ckpt.storage.posix import FileLock
 from reshard_ckpt.torchfile.mapped import read_records
 from tests.checkpoint.test_resharding import files_of
@@ -872,6 +872,13 @@ def test_where_there_are_no_locks_conversions_work_alone_and_leave_the_folders_o
     with patch.object(LocalStorage, "lock", unsupported):
         checkpoint.convert(tmp_path / "n", tmp_path / "out", overwrite=True)
     assert sorted(os.listdir(tmp_path)) == [other.name, "n", "out"]
+
+
+def test_the_folders_above_a_new_place_are_durable(tmp_path: Path):
+    checkpoint.save(tmp_path / "n", {"model": {"w": torch.ones(3)}})
+    with patch.object(local, "sync_folder") as synced:
+        checkpoint.convert(tmp_path / "n", tmp_path / "a" / "b" / "out")
+    assert {str(tmp_path), str(tmp_path / "a")} <= {call.args[0] for call in synced.call_args_list}
 
 
 @pytest.mark.parametrize("config", ['{"dtype": null}', "[1]", "[" * 100_000], ids=["no dtype", "no dict", "too deep"])
