@@ -369,9 +369,12 @@ USE_ANOTHER = "use another checkpoint"
 _OVERWRITTEN = "already overwritten, wholly or in part"
 
 
-def overwritten_text(names: Sequence[str]) -> str:
-    """Return a text that names the overwritten tensors, or says that there are none, for an error's message."""
-    return f"{_OVERWRITTEN}: {few(names)}" if names else NOTHING_CHANGED
+def overwritten_text(names: Sequence[str], where: str = "") -> str:
+    """Return a text that names the overwritten tensors, or says that there are none, for an error's message.
+
+    `where` is empty for the tensors of all ranks, or the text ``" on this rank"``.
+    """
+    return f"{_OVERWRITTEN}{where}: {few(names)}" if names else f"{NOTHING_CHANGED}{where}"
 
 
 def without_changes(text: str) -> str:
