@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +36,7 @@ from ..engine.saving.handle import SAVES
 from ..errors import MismatchError, UsageError
 from ..format.files import digest128
 from ..state.capture import Captured
-from .live_plan import KEPT_BYTES, KEPT_ROWS, Kept, Plan, agreed
+from .live_plan import KEPT_BYTES, KEPT_ROWS, Kept, Plan
 from .live_states import Opened, Options, State, States
 from .loading import not_loaded
 
@@ -164,7 +165,12 @@ class Job:
 
         Collective: a gather and a broadcast; where values have changed, `LiveValues.share`, and a gather and a broadcast again.
         """
-        fits, has_changed, has_memory, first = True, True, False, 0
+
+        def agreed(answers: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, int]:
+            plans, changed, memory = zip(*answers, strict=True)  # a plan that does not fit is ""
+            return len({*plans}) == 1 and plans[0] != "", any(changed), all(memory), secrets.randbits(24) << 6
+
+        fits, has_changed, has_memory, first = True, True, False, 0  # first: the number of the first message in new memory
         while fits and has_changed:
             # Ranks with the same plan have used it equally often, so the memory kept with it is at the same message on all.
             known, captured, opened, changed = "", None, None, False
