@@ -25,6 +25,7 @@ import torch
 from ..comm.links import Links
 from ..comm.protocol import Comm, merge_of_all, union
 from ..engine.common.tensor_bytes import empty_bytes, on_device
+from ..engine.saving.async_save import SaveTarget
 from ..engine.saving.commit import catalog_of
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipts, encode_receipt
 from ..engine.saving.options import SaveJob, Written
@@ -343,7 +344,7 @@ def seal_copy(slot: Slot, head: bytes) -> None:
     slot.seal(table)
 
 
-class MemoryTarget:
+class MemoryTarget(SaveTarget):
     """Where a save to memory puts the images of its files: slots of this rank, and of the ranks that hold copies."""
 
     def __init__(self, tier: Tier, step: int, taken: Mapping[int, Slot], sizes: Sequence[int]) -> None:

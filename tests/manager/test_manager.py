@@ -22,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt import checkpoint
+from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory, saving
 from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common.files import open_catalog
@@ -312,6 +312,26 @@ def test_nothing_of_a_damaged_one_stays_where_not_all_is_loaded(option: dict[str
         assert manager.load_latest(loaded, **option).step == 1
     assert loaded["w"].tolist() == [1, 1, 1]
     assert not loaded["b"].any()
+
+
+def test_nothing_of_it_stays_on_the_ranks_that_read_no_damaged_byte(tmp_path: Path):
+    def row(rank: int, value: float) -> LocalShard:
+        return LocalShard(torch.full((1, 300_000), value), (2, 300_000), (rank, 0))
+
+    with jobs() as make:
+        job = make(2)
+        managers = job.run(lambda rank: Manager(tmp_path))
+        job.run(lambda rank: managers[rank].save(1, {"w": row(rank, 1.0)}))
+        job.run(lambda rank: managers[rank].save(2, {"w": row(rank, 2.0), "b": row(rank, 2.0)}))
+        damage(str(tmp_path), 2)  # in the file of one rank
+        states = [{"w": row(rank, 0.0), "b": row(rank, 0.0)} for rank in range(2)]
+        with pytest.warns(UserWarning, match="passed over"):
+            loaded = job.run(lambda rank: managers[rank].load_latest(states[rank], allow_missing=["b"]))
+        job.run(lambda rank: managers[rank].close())
+    assert [one.step for one in loaded] == [1, 1]
+    for of_rank in states:
+        assert (of_rank["w"].tensor == 1).all()
+        assert not of_rank["b"].tensor.any()
 
 
 # --- what others do ---
