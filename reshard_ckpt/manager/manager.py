@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from ..checkpoint.saving import async_save, save
-from ..comm import open_session, value_of_first
+from ..comm import ArgumentCheck, open_session, value_of_first
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import SaveReport, duration_s
 from ..engine.common.run_lineage import RunLineage
@@ -135,28 +135,28 @@ class Manager(RunSteps):
         process_group: Any = None,
         timeout_s: float = 600.0,
     ) -> None:
-        grace_s = grace_of(finish_on_sigterm)
-        keep_s = duration_s(grace, option="grace", or_zero=True)
-        names = StepNames((name,))
-        self._rule = Retention(keep_last, keep_every, keep_best, best)
-        self._num_ranks, rule = 1, None
-        if interval is not None or mtbf is not None or target_pls is not None:
-            rule = interval_rule(
-                interval, mtbf, max_overhead, target_pls, lambda: self._num_ranks,
-                lambda: PRIOR_S if self._attempts is None else self._attempts.mtbf_s(),
-            )  # fmt: skip
-        self._root = checked_root(root)  # once: the process may change its working folder
-        check_memory_options(memory, self._root, persist_every=persist_every, read_only=read_only)
-        self._full_every = checked_full_every(full_every, memory) if incremental else 0
-        self._exports = None if also is None else Exports(also, self._root, timeout_s)
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
-        self._grace_s = keep_s
+        with ArgumentCheck("manage", root, **self._session):
+            grace_s = grace_of(finish_on_sigterm)
+            self._grace_s = keep_s = duration_s(grace, option="grace", or_zero=True)
+            names = StepNames((name,))
+            self._rule = Retention(keep_last, keep_every, keep_best, best)
+            self._num_ranks, rule = 1, None
+            if interval is not None or mtbf is not None or target_pls is not None:
+                rule = interval_rule(
+                    interval, mtbf, max_overhead, target_pls, lambda: self._num_ranks,
+                    lambda: PRIOR_S if self._attempts is None else self._attempts.mtbf_s(),
+                )  # fmt: skip
+            self._root = checked_root(root)  # once: the process may change its working folder
+            check_memory_options(memory, self._root, persist_every=persist_every, read_only=read_only)
+            self._full_every = checked_full_every(full_every, memory) if incremental else 0
+            self._exports = None if also is None else Exports(also, self._root, timeout_s)
+            self._tolerated = ToleratedFailures(on_failure, max_failures)
         self._read_only = read_only
         self._process = os.getpid()
         self._is_first = True
         self._is_closed = False
         self._pending = PendingSaves()
-        self._tolerated = ToleratedFailures(on_failure, max_failures)
         self._preemption = Preemption(self._root, self._session, self._pending)
         self._attempts: AttemptLog | None = None
         self._memory: MemoryRun | None = None
@@ -164,8 +164,8 @@ class Manager(RunSteps):
         self._costs = SaveCosts()
         self._held = ExitStack()
         with ExitStack() as opening:
-            storage = opening.enter_context(open_storage(self._root, timeout_s=timeout_s))
             with open_session("manage", self._root, **self._session) as comm:
+                storage = opening.enter_context(open_storage(self._root, timeout_s=timeout_s))
                 self._is_first, self._num_ranks = comm.rank == 0, comm.size
                 had_manager, lease = False, None
                 if self._is_first and not read_only:
@@ -238,10 +238,14 @@ class Manager(RunSteps):
         PeerError
             Ranks called it for different steps, or one did not call it.
         """
-        self._refuse_unless_open("should_save")
-        if self._schedule is None:
-            raise UsageError('should_save: the manager was made without interval=; pass one, such as interval="auto" or "10min"')
-        return self._schedule.due(checked_step(step))
+        with self._checking("should_save"):
+            self._refuse_unless_open("should_save")
+            if self._schedule is None:
+                raise UsageError(
+                    'should_save: the manager was made without interval=; pass one, such as interval="auto" or "10min"'
+                )
+            step = checked_step(step)
+        return self._schedule.due(step)
 
     def save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
