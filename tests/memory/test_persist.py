@@ -1,0 +1,79 @@
+"""Writing a checkpoint from memory to the store: the store gets all of it, as it was saved, or no catalog."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard_ckpt.checkpoint import Manager, Memory
+from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.memory import persist as persist_module
+from reshard_ckpt.memory import run as run_module
+from reshard_ckpt.memory.offline import persist_held
+from tests.memory.test_manager import assert_is_stored, flip, killed, slot_of, state
+
+pytestmark = pytest.mark.filterwarnings("ignore:the save to .* is in memory, but not in the store")
+
+IN_IMAGE = (64 << 10) + 2_000_000
+"""A byte of a tensor, in the slot of `state`."""
+
+
+def test_damage_in_memory_never_reaches_the_store(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    persist = run_module.persist
+
+    def damaged(comm: Any, images: Any, generation: Any, *args: Any, **options: Any) -> bool:
+        flip(slot_of(shm, tmp_path, generation.save_id), IN_IMAGE)
+        return persist(comm, images, generation, *args, **options)
+
+    manager = Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1)
+    with monkeypatch.context() as damaging:
+        damaging.setattr(run_module, "persist", damaged)
+        with pytest.raises(CheckpointError, match=r"rank00000-0.safetensors is damaged; this copy is not used"):
+            manager.async_save(1, state(1)).persisted()
+    assert not [*tmp_path.glob("step_1/*")]
+    assert manager.async_save(2, state(2)).persisted()
+    killed(manager)
+    assert_is_stored(tmp_path, 2)
+
+
+def test_the_command_writes_no_damaged_copy_to_the_store(tmp_path: Path, shm: Path):
+    manager = Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1000)
+    handle = manager.async_save(1, state(1))
+    handle.result()
+    killed(manager)
+    slot = slot_of(shm, tmp_path, handle.running.save_id)
+    flip(slot, IN_IMAGE)
+    report = persist_held(str(tmp_path), str(shm))
+    assert (report.is_published, len(report.missing), report.num_bytes) == (False, 1, 0)
+    assert not [path for path in tmp_path.glob("step_1/**/*") if path.is_file()]
+    flip(slot, IN_IMAGE)
+    assert persist_held(str(tmp_path), str(shm)).is_published
+    assert_is_stored(tmp_path, 1)
+
+
+@pytest.mark.parametrize("name", ["rank00000-0.safetensors", "rank00000-0.digests"])
+@pytest.mark.parametrize("how", ["gone", "cut"])
+def test_a_file_that_is_not_whole_in_the_store_gets_no_catalog(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+):
+    write_files = persist_module.write_files
+
+    def lost(*args: Any) -> int:
+        num_bytes = write_files(*args)
+        (path,) = tmp_path.glob(f"step_1/*/{name}")
+        if how == "cut":
+            os.truncate(path, path.stat().st_size - 1)
+        else:
+            path.unlink()
+        return num_bytes
+
+    manager = Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1)
+    with monkeypatch.context() as losing:
+        losing.setattr(persist_module, "write_files", lost)
+        with pytest.raises(CheckpointError, match=f"1 files of the save are not seen, such as .*{name}; not published"):
+            manager.async_save(1, state(1)).persisted()
+    assert not [*tmp_path.glob("step_1/*")]
+    killed(manager)
