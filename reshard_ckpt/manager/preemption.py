@@ -118,7 +118,10 @@ class Preemption:
         finally:
             self._depth -= 1
             if self._has_come and not self._depth:
-                self._finish_save_and_end()
+                if threading.current_thread() is threading.main_thread():
+                    self._finish_save_and_end()
+                else:  # handlers run, and are restored, in the main thread alone
+                    self._signal_again()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked child, such as a loader's worker, has no saves
