@@ -85,6 +85,16 @@ def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, memory: 
         killed(manager)
 
 
+def test_a_save_counts_in_memory_though_the_one_that_it_was_newer_than_is_gone_from_the_store(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        manager.save(5, state(51))
+        manager.async_save(5, state(5)).result()
+        killed(manager)
+    shutil.rmtree(tmp_path / "step_5")
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        assert loaded(manager) == (5, "memory")
+
+
 @pytest.mark.parametrize("how", ["save", "no room"])
 def test_a_save_of_the_same_step_in_the_store_is_newer_though_the_job_died_before_memory_forgot_the_older_one(
     tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, how: str

@@ -13,7 +13,7 @@ from reshard_ckpt.errors import CheckpointError
 from reshard_ckpt.memory import persist as persist_module
 from reshard_ckpt.memory import run as run_module
 from reshard_ckpt.memory.offline import persist_held
-from tests.memory.test_manager import assert_is_stored, flip, killed, slot_of, state
+from tests.memory.test_manager import assert_is_stored, flip, killed, loaded, slot_of, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:the save to .* is in memory, but not in the store")
 
@@ -77,3 +77,27 @@ def test_a_file_that_is_not_whole_in_the_store_gets_no_catalog(
             manager.async_save(1, state(1)).persisted()
     assert not [*tmp_path.glob("step_1/*")]
     killed(manager)
+
+
+def test_what_the_store_has_is_not_written_again(tmp_path: Path, shm: Path):
+    """A job that was killed while it did that would have destroyed a committed checkpoint."""
+    memory = Memory(copies=0, folder=str(shm))
+
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_ino for path in tmp_path.glob("step_1/**/*")}
+
+    with Manager(tmp_path, memory=memory, persist_every=1) as manager:
+        assert manager.async_save(1, state(1)).persisted()
+        before = files()
+    with Manager(tmp_path, memory=memory, persist_every=1) as manager:
+        assert loaded(manager) == (1, "memory")
+    assert persist_held(str(tmp_path), str(shm)).num_bytes == 0
+    assert files() == before
+
+
+def test_the_files_that_it_replaces_stay_as_long_as_the_manager_says(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[float] = []
+    monkeypatch.setattr(persist_module, "clean_up", lambda storage, catalog, folders, grace_s: seen.append(grace_s))
+    with Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1, grace="7s") as manager:
+        assert manager.async_save(1, state(1)).persisted()
+    assert seen == [7.0]
