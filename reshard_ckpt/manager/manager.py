@@ -21,7 +21,7 @@ from typing import Any
 from ..checkpoint.saving import async_save, save
 from ..comm import ArgumentCheck, open_session, value_of_first
 from ..core.planning.interval import MAX_OVERHEAD
-from ..core.report import SaveReport, duration_s
+from ..core.report import SaveReport, check_count, duration_s
 from ..engine.common.run_lineage import RunLineage
 from ..engine.common.step_folders import STEP_NAME, StepNames, names_at
 from ..engine.saving.handle import RunningSave, SaveHandle
@@ -37,7 +37,7 @@ from .pending import PendingSaves, ToleratedFailures
 from .preemption import Preemption, grace_of
 from .restoring import Restoring
 from .retention import Retention
-from .run_folder import check_memory_options, checked_full_every, checked_root, known_names, take_lock, with_metric
+from .run_folder import check_memory_options, checked_root, known_names, take_lock, with_metric
 from .run_steps import RunSteps, checked_step
 from .schedule import Decision, SaveCosts, SaveSchedule, interval_rule
 from .stored import StoredSteps
@@ -148,8 +148,10 @@ class Manager(RunSteps):
                     lambda: PRIOR_S if self._attempts is None else self._attempts.mtbf_s(),
                 )  # fmt: skip
             self._root = checked_root(root)  # once: the process may change its working folder
-            check_memory_options(memory, self._root, persist_every=persist_every, read_only=read_only)
-            self._full_every = checked_full_every(full_every, memory) if incremental else 0
+            self._full_every = full_every if incremental else 0
+            check_memory_options(memory, self._root, persist_every=persist_every, read_only=read_only, incremental=incremental)
+            if incremental:
+                check_count("full_every", full_every, 1)
             self._exports = None if also is None else Exports(also, self._root, timeout_s)
             self._tolerated = ToleratedFailures(on_failure, max_failures)
         self._read_only = read_only
@@ -157,7 +159,7 @@ class Manager(RunSteps):
         self._is_first = True
         self._is_closed = False
         self._pending = PendingSaves()
-        self._preemption = Preemption(self._root, self._session, self._pending)
+        self._preemption = Preemption(self._root, self._session, self._pending, grace_s)
         self._attempts: AttemptLog | None = None
         self._memory: MemoryRun | None = None
         self._has_failed = False
@@ -183,7 +185,7 @@ class Manager(RunSteps):
                     if interval == "auto":
                         self._attempts = AttemptLog(storage)
             if grace_s:
-                self._preemption.finish_saves(grace_s, opening)
+                self._preemption.install(opening)
             if memory is not None:
                 with open_session("open the memory of", self._root, **self._session) as comm:
                     self._memory = MemoryRun(

@@ -173,7 +173,7 @@ class Restoring:
             return LoadedStep(step, report, _lines(in_memory, passed))
         if passed or any(one.is_damaged for one in in_memory.values()):
             lines = (*(one.line for one in in_memory.values()), *passed.values())
-            raise CorruptError(f"{self._stored.url}: no checkpoint can be loaded:\n" + "\n".join(lines))
+            raise CorruptError(f"{self._root}: no checkpoint can be loaded:\n" + "\n".join(lines))
         return None
 
     def _refuse_unless_damage(self, step: int, error: CheckpointError) -> None:

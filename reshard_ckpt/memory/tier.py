@@ -207,13 +207,16 @@ class Tier:
         timeout_s = self._timeout_s / 2
         ends = time.monotonic() + timeout_s
         try:
-            links, members = self._open_links(table.save_id, timeout_s)
+            number, members = self.topology.group_of(self.rank)
+            if self._links is None:
+                store, ended = self._named_store(f"{number}/{table.save_id}")
+                self._links = Links(store, ended, members.index(self.rank), len(members), timeout_s=timeout_s, members=members)
             head = torch.frombuffer(bytearray(table.encoded().ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
             heads = {source: empty_bytes(HEADER_BYTES) for source in sources}
             body, *bodies = (taken[rank].region()[: sizes[rank]] for rank in (self.rank, *sources))
             for own, theirs in ((head, heads.values()), (body, bodies)):
                 coming = dict(zip(map(members.index, sources), theirs, strict=True))
-                links.swap({members.index(target): own for target in targets}, coming, ends)
+                self._links.swap({members.index(target): own for target in targets}, coming, ends)
         except PeerError as error:
             self._links = None
             warnings.warn(f"this save has fewer copies in memory: {error}", stacklevel=2)
@@ -226,13 +229,6 @@ class Tier:
             except (CorruptError, NoRoom) as error:
                 warnings.warn(f"the copy of rank {source}'s images is not used: {error}", stacklevel=2)
         return held
-
-    def _open_links(self, save_id: str, timeout_s: float) -> tuple[Links, tuple[int, ...]]:
-        number, members = self.topology.group_of(self.rank)
-        if self._links is None:
-            store, ended = self._named_store(f"{number}/{save_id}")
-            self._links = Links(store, ended, members.index(self.rank), len(members), timeout_s=timeout_s, members=members)
-        return self._links, members
 
     # Commit
 
