@@ -13,7 +13,7 @@ from reshard_ckpt.errors import CheckpointError
 from reshard_ckpt.memory import persist as persist_module
 from reshard_ckpt.memory import run as run_module
 from reshard_ckpt.memory.offline import persist_held
-from tests.memory.test_manager import assert_is_stored, flip, killed, loaded, slot_of, state
+from tests.memory.test_manager import assert_is_stored, flip, held_up, killed, loaded, slot_of, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:the save to .* is in memory, but not in the store")
 
@@ -101,3 +101,20 @@ def test_the_files_that_it_replaces_stay_as_long_as_the_manager_says(tmp_path: P
     with Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1, grace="7s") as manager:
         assert manager.async_save(1, state(1)).persisted()
     assert seen == [7.0]
+
+
+def test_what_was_loaded_from_memory_stays_there_until_it_is_in_the_store(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    memory = Memory(copies=0, folder=str(shm), generations=1)
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    manager.async_save(1, state(1)).result()
+    killed(manager)
+    go = held_up(monkeypatch)
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        assert loaded(manager) == (1, "memory")
+        for step in (2, 3):
+            manager.async_save(step, state(step)).result()
+        go.set()
+        manager._memory.wait()  # type: ignore[union-attr]
+        assert_is_stored(tmp_path, 1)
