@@ -241,17 +241,20 @@ class Place(Generic[AnyComm]):
         """Open the session for the ``with`` block, once; see `open_session`."""
         comm = self._arrive()
         before, self._sessions.unopened = self._sessions.unopened, self.call
+        refused, self._sessions.refused = self._sessions.refused, b""
         try:
-            while not comm.open(self.call, before=before):
+            while not comm.open(self.call, before=before, refused=refused):
                 comm.leave()
                 self._sessions.skip()
                 comm = self.comm()
-                before = b""  # accepted once: two ranks that make their calls in opposite orders must not go on for ever
+                before = refused = b""  # once: two ranks that make their calls in opposite orders must not go on for ever
             self._sessions.unopened = self._sessions.late = b""
             yield comm
             comm.gather(b"")  # the vote: everyone has come through
         except BaseException as error:
             comm.abort(error)
+            if comm.is_refused:
+                self._sessions.refused = self.call
             if comm.came_late:
                 self._resynchronize()
             raise
