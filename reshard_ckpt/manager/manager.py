@@ -240,14 +240,10 @@ class Manager(RunSteps):
         PeerError
             Ranks called it for different steps, or one did not call it.
         """
-        with self._checking("should_save"):
-            self._refuse_unless_open("should_save")
-            if self._schedule is None:
-                raise UsageError(
-                    'should_save: the manager was made without interval=; pass one, such as interval="auto" or "10min"'
-                )
-            step = checked_step(step)
-        return self._schedule.due(step)
+        self._refuse_unless_open("should_save")
+        if self._schedule is None:
+            raise UsageError('should_save: the manager was made without interval=; pass one, such as interval="auto" or "10min"')
+        return self._schedule.due(checked_step(step))
 
     def save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
