@@ -73,7 +73,7 @@ class Manager(RunSteps):
         `load_latest` loads the newest checkpoint of both.
     persist_every
         With ``memory=``, how often a save is copied from memory to the store: a duration, by default ``"10min"``, or a number of
-        steps. A save that ``keep_every`` or ``keep_best`` keeps is copied at once.
+        steps. A save that ``keep_every`` or ``keep_best`` keeps is copied at once, and so is one of a step that the store has.
     interval
         How often `should_save` returns True: a duration, in seconds or as text (``"10min"``); or ``"auto"``, the interval that
         loses the least time by the measured cost of saves and the rate of failures.

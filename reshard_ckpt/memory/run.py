@@ -170,12 +170,13 @@ class MemoryRun:
                 if steps and run.path != self._folder:
                     yield run.root, max(steps)
 
-    def _due(self, step: int) -> bool:
+    def _due(self, step: int, is_stored: bool) -> bool:
         """Decide on rank 0 whether the checkpoint of a step goes from memory to the store.
 
-        While another one is being written there, this happens only if the run's rule keeps the step.
+        While another one is being written there, this happens only if the run's rule keeps the step, or the store has an older
+        save of the step: that one would be loaded once memory has forgotten the new one.
         """
-        if self._keeps(step, self._metrics.pop(step, None)):
+        if self._keeps(step, self._metrics.pop(step, None)) or is_stored:
             return self._rule.due(step, kept=True)
         return (self._writing is None or self._writing.done()) and self._rule.due(step)
 

@@ -72,7 +72,8 @@ class Tier:
     named_store
         Returns the key-value store for a new name (`shared_store`); None if this process is on its own.
     due
-        Called on rank 0 at the commit of a step; returns whether the save also goes to the store.
+        Called on rank 0 at the commit with the step, and whether the store has a save of it; returns whether the new save also
+        goes to the store.
 
     Attributes
     ----------
@@ -89,7 +90,7 @@ class Tier:
         topology: Topology,
         rank: int,
         named_store: Callable[[str], Any],
-        due: Callable[[int], bool],
+        due: Callable[[int, bool], bool],
         *,
         timeout_s: float,
     ) -> None:
@@ -261,9 +262,9 @@ class Tier:
             # Generations are ordered by a counter, because clocks and random ids give no order. It is above the numbers of all
             # nodes.
             number = max(number for _, _, number in told)
-            stored = contents.before.catalog if contents.before else None
-            older = sorted({*saves_of(self.folder, step), id_in(stored)})
-            return catalog, holders, older, number, min(len(nodes) - 1 for nodes in holding), self._due(step)
+            stored = id_in(contents.before.catalog if contents.before else None)
+            older = sorted({*saves_of(self.folder, step), stored})
+            return catalog, holders, older, number, min(len(nodes) - 1 for nodes in holding), self._due(step, bool(stored))
 
         answer = (encode_receipt(receipt), held, next_number(self.folder))
         catalog, holders, older, number, copies, persist = merge_of_all(job.comm, answer, published)

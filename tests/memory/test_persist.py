@@ -118,3 +118,17 @@ def test_what_was_loaded_from_memory_stays_there_until_it_is_in_the_store(
         go.set()
         manager._memory.wait()  # type: ignore[union-attr]
         assert_is_stored(tmp_path, 1)
+
+
+@pytest.mark.parametrize("how", ["save", "delete"])
+def test_closing_writes_no_save_that_was_replaced_or_deleted(tmp_path: Path, shm: Path, how: str):
+    with Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1000) as manager:
+        manager.async_save(5, state(51)).result()
+        if how == "save":
+            manager.save(5, state(5))
+        else:
+            manager.delete(5)
+    with Manager(tmp_path, read_only=True) as reader:
+        assert reader.steps() == ([5] if how == "save" else [])
+    if how == "save":
+        assert_is_stored(tmp_path, 5)
