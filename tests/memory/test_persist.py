@@ -118,6 +118,21 @@ def test_what_was_loaded_from_memory_stays_there_until_it_is_in_the_store(
         go.set()
         manager._memory.wait()  # type: ignore[union-attr]
         assert_is_stored(tmp_path, 1)
+    with Manager(tmp_path, read_only=True) as reader:
+        assert reader.steps() == [1, 3]
+
+
+def test_a_save_waits_for_its_step_behind_others_on_their_way_to_the_store(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    memory = Memory(copies=0, folder=str(shm))
+    with Manager(tmp_path, memory=memory, persist_every=1, keep_last=9, keep_every=1) as manager:
+        held_up(monkeypatch)
+        first, _ = [manager.async_save(step, state(step + 50)) for step in (1, 2)]
+        manager.save(1, state(1))
+        assert first.persisted()
+        assert_is_stored(tmp_path, 1)
+    assert_is_stored(tmp_path, 1)
 
 
 @pytest.mark.parametrize("how", ["save", "delete"])
