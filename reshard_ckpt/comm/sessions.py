@@ -203,7 +203,7 @@ def _place(group: Group, kind: str, subject: str, timeout_s: float, made: type[A
     def comm_of(number: int) -> AnyNodeComm:
         name = f"{group.sessions.prefix}{number}"
         store, near = group.home.session(name, title=title, timeout_s=timeout_s)
-        return made(store, group.rank, group.size, title=title, timeout_s=timeout_s, near=near, name=name, hosts=True)
+        return made(store, group.rank, group.size, title=title, timeout_s=timeout_s, near=near, name=name)
 
     return Place(comm_of, group.sessions, call_of(kind, subject))
 

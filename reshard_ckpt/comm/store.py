@@ -55,7 +55,7 @@ _SLICE_S = 0.05
 _LOOK_S = 0.5
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
-"""Seconds that rank 0 waits for the others to leave a session if its process hosts the store, which they still need."""
+"""Seconds that rank 0 waits for the others to leave a session: they still need the store, which its process hosts."""
 
 TOLD = 1 << 60
 """The amount that rank 0 adds to the count of ranks that have left, and so does the rank that has set the key "gone" for it."""
@@ -73,8 +73,6 @@ class StoreComm:
         Returns the ranks that are known to have ended; by default an empty set.
     ranks_near
         Returns the ranks on this machine; by default this rank alone. Called once all ranks have met.
-    hosts
-        Whether rank 0's process hosts the store, so that it must leave last.
     """
 
     def __init__(
@@ -87,11 +85,10 @@ class StoreComm:
         timeout_s: float,
         ended: Ended = frozenset,
         ranks_near: Callable[[], Sequence[int]] | None = None,
-        hosts: bool = False,
     ) -> None:
         self._store, self.rank, self.size = BoundedStore.of(store, timeout_s), rank, size
         self._payloads = Payloads(self._store)
-        self._ended, self._farewell_s = ended, _HOST_FAREWELL_S if hosts else _FAREWELL_S
+        self._ended = ended
         self._ranks_near = ranks_near or (lambda: (rank,))
         self._num_near = 0
         self._title, self._timeout_s = title, timeout_s
@@ -346,7 +343,7 @@ class StoreComm:
             self._store.on_worker(lambda store: [store.delete_key(key) for key in keys])
 
     def _farewell(self) -> float:
-        return min(self._farewell_s, self._timeout_s)
+        return min(_HOST_FAREWELL_S, self._timeout_s)
 
     def _have_ended(self, num_others: int) -> bool:
         """Tell whether at least `num_others` ranks have left the session or ended.
