@@ -265,7 +265,8 @@ class Restoring:
         memory = self._memory
 
         def newer(step: int) -> list[str]:
-            return [*self._stored.save_ids_beyond(step), *([] if memory is None else memory.save_ids_beyond(step))]
+            # Memory first: a save that comes to the store between the two is in both lists, and else in neither.
+            return [*([] if memory is None else memory.save_ids_beyond(step)), *self._stored.save_ids_beyond(step)]
 
         if self._lineage.begin(newer, self._stored.save_id, always=memory is not None) and memory is not None:
             memory.attempt_begun()
