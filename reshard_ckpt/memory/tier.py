@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -72,8 +72,8 @@ class Tier:
     named_store
         Returns the key-value store for a new name (`shared_store`); None if this process is on its own.
     due
-        Called on rank 0 at the commit with the step, and whether the store has a save of it; returns whether the new save also
-        goes to the store.
+        Called on rank 0 at the commit with the step, the id of its save in the store, and the ids of all its older saves.
+        Returns whether the new save also goes to the store.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class Tier:
         topology: Topology,
         rank: int,
         named_store: Callable[[str], Any],
-        due: Callable[[int, bool], bool],
+        due: Callable[[int, str, Collection[str]], bool],
         *,
         timeout_s: float,
     ) -> None:
@@ -264,7 +264,7 @@ class Tier:
             number = max(number for _, _, number in told)
             stored = id_in(contents.before.catalog if contents.before else None)
             older = sorted({*saves_of(self.folder, step), stored})
-            return catalog, holders, older, number, min(len(nodes) - 1 for nodes in holding), self._due(step, bool(stored))
+            return catalog, holders, older, number, min(len(nodes) - 1 for nodes in holding), self._due(step, stored, older)
 
         answer = (encode_receipt(receipt), held, next_number(self.folder))
         catalog, holders, older, number, copies, persist = merge_of_all(job.comm, answer, published)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reshard_ckpt.checkpoint import Manager, Memory
+from reshard_ckpt.checkpoint import Manager, Memory, SaveHandle
 from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.manager.stored import StoredSteps
 from reshard_ckpt.memory import persist as persist_module
 from reshard_ckpt.memory import run as run_module
 from reshard_ckpt.memory.offline import persist_held
+from reshard_ckpt.memory.run import MemoryRun
+from reshard_ckpt.memory.tier import MemoryTarget
 from tests.memory.test_manager import assert_is_stored, flip, held_up, killed, loaded, slot_of, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:the save to .* is in memory, but not in the store")
@@ -147,3 +152,83 @@ def test_closing_writes_no_save_that_was_replaced_or_deleted(tmp_path: Path, shm
         assert reader.steps() == ([5] if how == "save" else [])
     if how == "save":
         assert_is_stored(tmp_path, 5)
+
+
+def test_saves_are_noted_in_their_order_though_the_thread_of_one_is_late(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else ranks write them to the store in different orders, and wait for each other; and a close writes an older one."""
+    add, asked, second, is_over = SaveHandle.add_done_callback, [], threading.Event(), threading.Event()
+
+    def late(self: SaveHandle, callback: Callable[[SaveHandle], object]) -> None:
+        asked.append(self)
+        is_first = self.running is asked[0].running
+
+        def call(done: SaveHandle) -> None:
+            if is_first:
+                second.wait(60)
+                is_over.wait(0.3)  # of the second one, unless that waits for this one
+            else:
+                second.set()
+            callback(done)
+            if not is_first:
+                is_over.set()
+
+        add(self, call)
+
+    memory = Memory(copies=0, folder=str(shm), generations=1)
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager, monkeypatch.context() as delaying:
+        delaying.setattr(SaveHandle, "add_done_callback", late)
+        manager.async_save(1, state(1))
+        manager.async_save(2, state(2)).result()
+        manager._wait()
+    with Manager(tmp_path, read_only=True) as reader:
+        assert reader.steps() == [2]
+    assert_is_stored(tmp_path, 2)
+
+
+def test_what_comes_to_the_store_while_a_run_goes_back_is_superseded(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    """The store is listed before, and the save has ended on its way there when that is asked."""
+    listed = StoredSteps.save_ids_beyond
+
+    def list_and_store(self: StoredSteps, step: int) -> list[str]:
+        found = listed(self, step)
+        go.set()
+        manager._memory.wait()  # type: ignore[union-attr]
+        return found
+
+    manager = Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1)
+    manager.save(1, state(1))
+    go = held_up(monkeypatch)
+    handle = manager.async_save(3, state(3))
+    handle.result()
+    manager.load(1, state(0))
+    monkeypatch.setattr(StoredSteps, "save_ids_beyond", list_and_store)
+    manager.async_save(2, state(2)).result()
+    assert handle.persisted()
+    killed(manager)
+    with Manager(tmp_path, read_only=True) as reader:
+        assert 3 not in reader.steps()
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_save_goes_to_the_store_if_an_older_one_of_its_step_does(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
+):
+    """Also if the older one was not there yet when the newer one began."""
+    memory, finish = Memory(copies=0, folder=str(shm), generations=1), MemoryTarget.finish
+
+    def finish_after(self: MemoryTarget, *args: Any) -> Any:
+        if is_done and manager._memory._writing is not None:  # type: ignore[union-attr]
+            manager._memory.wait()  # type: ignore[union-attr]
+        return finish(self, *args)
+
+    with Manager(tmp_path, memory=memory, persist_every=5) as manager:
+        held_up(monkeypatch)
+        monkeypatch.setattr(MemoryTarget, "finish", finish_after)
+        manager.async_save(5, state(55)).result()
+        manager._wait()
+        monkeypatch.setattr(MemoryRun, "wait_for", lambda *_: None)  # it looks too early
+        handle = manager.async_save(5, state(5))
+        assert handle.persisted() if is_done else handle.result() is not None
+    assert_is_stored(tmp_path, 5)

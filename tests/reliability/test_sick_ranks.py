@@ -394,7 +394,7 @@ def test_a_rank_that_is_a_call_ahead_waits_for_the_others(job: Job, tmp_path: Pa
 
 
 def test_a_rank_that_is_a_call_behind_misses_one_save_and_is_in_step_again(job: Job, tmp_path: Path):
-    """It alone made a call with a wrong argument, so that its a meets the others' b; they pass that over, and b is saved by all."""
+    """It alone made a call with a wrong argument. So its a meets the others' b: they pass that over, and b is saved by all."""
     paths = {name: tmp_path / name for name in "abcd"}
 
     def calls(rank: int) -> list[Any]:
