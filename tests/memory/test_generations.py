@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import threading
 from dataclasses import replace
@@ -391,3 +392,18 @@ def test_what_is_loaded_unverified_is_not_read_twice_to_verify_it(
     assert_is(into, 1)
     assert not verified
     killed(manager)
+
+
+def test_a_process_with_little_address_space_finds_its_generations(tmp_path: Path, memory: Memory):
+    """As under ``ulimit -v``, or where the kernel grants no more than it has (``vm.overcommit_memory=2``)."""
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        manager.async_save(1, state(1)).result()
+        killed(manager)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), before[1]))
+    try:
+        found = find_generations(run_path(memory.folder, str(tmp_path)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert [held.step for held in found] == [1]
