@@ -98,11 +98,6 @@ class StoredSteps:
         self._committed_since: set[int] = set()
 
     @property
-    def url(self) -> str:
-        """The URL of the run's root, for messages."""
-        return self._storage.url
-
-    @property
     def timeout_s(self) -> float:
         """The seconds for which requests to an object store are repeated."""
         return self._storage.hints.retry_s

@@ -618,7 +618,11 @@ if how == "own handler":
     signal.signal(signal.SIGTERM, lambda *_: (print("own", flush=True), sys.exit(7)))
 grace = {"plain": False, "short": 0.2}.get(how, 600.0)
 manager = checkpoint.Manager(root, keep_last=1, finish_on_sigterm=grace)
-manager.async_save(1, {"w": torch.arange(1000.0)})
+state = {"w": torch.arange(1000.0)}
+if how == "in a thread":
+    threading.Thread(target=manager.save, args=(1, state)).start()
+else:
+    manager.async_save(1, state)
 assert began.wait(600)
 if grace == 600:
     threading.Timer(0.2, go.set).start()  # the commit comes well after the signal
@@ -627,9 +631,10 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("finish", -signal.SIGTERM), ("own handler", 7)])
+@pytest.mark.parametrize(("how", "code"), [("finish", -signal.SIGTERM), ("own handler", 7), ("in a thread", -signal.SIGTERM)])
 def test_sigterm_finishes_the_save_and_then_does_what_it_did(tmp_path: Path, how: str, code: int):
-    done = subprocess.run([warm_python(), "-c", SCRIPT, tmp_path, how], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [warm_python(), "-c", SCRIPT, tmp_path, how]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == code, done.stderr
     assert ("own" in done.stdout) == (how == "own handler")
     with Manager(tmp_path) as manager:  # the dead job's lock is gone

@@ -86,6 +86,28 @@ def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, memory: 
         killed(manager)
 
 
+def test_a_save_counts_in_memory_though_the_one_that_it_was_newer_than_is_gone_from_the_store(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        manager.save(5, state(51))
+        manager.async_save(5, state(5)).result()
+        killed(manager)
+    shutil.rmtree(tmp_path / "step_5")
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        assert loaded(manager) == (5, "memory")
+
+
+def test_a_newer_save_of_a_step_that_the_store_has_goes_to_the_store_too(tmp_path: Path, shm: Path):
+    """Else the older one would be loaded, as that step, once memory has forgotten the newer one."""
+    memory = Memory(copies=0, folder=str(shm), generations=1)
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        manager.save(5, state(51))
+        assert manager.async_save(5, state(5)).persisted()
+        assert not manager.async_save(6, state(6)).persisted()
+        into = state(0)
+        manager.load(5, into)
+        assert_is(into, 5)
+
+
 @pytest.mark.parametrize("how", ["save", "no room"])
 def test_a_save_of_the_same_step_in_the_store_is_newer_though_the_job_died_before_memory_forgot_the_older_one(
     tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch, how: str
