@@ -316,15 +316,15 @@ def _extend(machine: _Machine, low: int) -> None:
     del stack[low:]
 
 
-def _collection(machine: _Machine, name: str, items: list[Any]) -> Any:
-    """Make a set or frozenset as if the pickle called its class with a list: operations of newer protocols do without a call."""
+def _called(machine: _Machine, name: str, argument: Any) -> Any:
+    """Make an object as if the pickle called a class of Python: operations of newer protocols do without the call."""
     kind = machine.look_up("builtins", name)
-    return kind.make(items) if type(kind) is StandInFunction else Opaque(name)
+    return kind.make(argument) if type(kind) is StandInFunction else Opaque(name)
 
 
 def _frozenset(machine: _Machine) -> None:
     low = machine.marks.pop()
-    machine.stack[low:] = [_collection(machine, "frozenset", machine.stack[low:])]
+    machine.stack[low:] = [_called(machine, "frozenset", machine.stack[low:])]
 
 
 def _shown(value: Any) -> str:
@@ -370,12 +370,13 @@ def _pushed(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
 
 
 _VALUES: dict[int, Callable[[_Machine], Any]] = {
-    # BINUNICODE, BINUNICODE8; SHORT_BINBYTES, BINBYTES, BINBYTES8: bytes of the length, then the text or the bytes
+    # BINUNICODE, BINUNICODE8; SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8: bytes of the length, then the text or the bytes
     0x58: lambda machine: machine.take(machine.number(4)).decode(),
     0x8D: lambda machine: machine.take(machine.number(8)).decode(),
     0x43: lambda machine: machine.take(machine.number(1)),
     0x42: lambda machine: machine.take(machine.number(4)),
     0x8E: lambda machine: machine.take(machine.number(8)),
+    0x96: lambda machine: _called(machine, "bytearray", machine.take(machine.number(8))),
     # BININT2, BININT, LONG1, BINFLOAT
     0x4D: lambda machine: machine.number(2),
     0x4A: lambda machine: int.from_bytes(machine.take(4), "little", signed=True),
@@ -386,7 +387,7 @@ _VALUES: dict[int, Callable[[_Machine], Any]] = {
     0x88: lambda machine: True,
     0x89: lambda machine: False,
     0x5D: lambda machine: [],
-    0x8F: lambda machine: _collection(machine, "set", []),
+    0x8F: lambda machine: _called(machine, "set", []),
     # STACK_GLOBAL, GLOBAL, BINPERSID
     0x93: _stack_global,
     0x63: lambda machine: machine.look_up(_line(machine), _line(machine)),

@@ -67,6 +67,12 @@ def test_plain_data_of_python_and_numpy_are_read(value: Any, protocol: int):
     assert repr(found["a"]) == repr(value) or isinstance(value, set | frozenset)
 
 
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_class_that_is_not_read_is_named_at_any_protocol(protocol: int):
+    with pytest.raises(UnsupportedError, match="builtin.*bytearray"):
+        read_object(saved([bytearray(b"x")], protocol), "x", tagged=None)
+
+
 ARRAYS = [
     np.array(["2026-01-02T03:04:05", "NaT"], "M8[s]"), np.array([7], "m8[25us]"), np.datetime64("2026", "D"),
     np.timedelta64(5, "ms"), np.array(["a", "bcd"]), np.array([b"a"]), np.float16(2),
