@@ -63,6 +63,8 @@ class _Called(StandInObject):
         if self.kind.name == "deque":  # made empty, and then filled
             self.state = self.state or []
             self.state += items
+        elif self.kind.name == "set" and self.arguments and type(self.arguments[0]) is list:
+            self.arguments[0].extend(items)
         else:
             super().take(items)
 

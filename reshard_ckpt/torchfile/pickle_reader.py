@@ -316,6 +316,17 @@ def _extend(machine: _Machine, low: int) -> None:
     del stack[low:]
 
 
+def _called(machine: _Machine, name: str, argument: Any) -> Any:
+    """Make an object as if the pickle called a class of Python: operations of newer protocols do without the call."""
+    kind = machine.look_up("builtins", name)
+    return kind.make(argument) if type(kind) is StandInFunction else Opaque(name)
+
+
+def _frozenset(machine: _Machine) -> None:
+    low = machine.marks.pop()
+    machine.stack[low:] = [_called(machine, "frozenset", machine.stack[low:])]
+
+
 def _shown(value: Any) -> str:
     return value.name if isinstance(value, StandInClass | StandInFunction) else type_in_words(value)
 
@@ -359,22 +370,24 @@ def _pushed(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
 
 
 _VALUES: dict[int, Callable[[_Machine], Any]] = {
-    # BINUNICODE, BINUNICODE8; SHORT_BINBYTES, BINBYTES, BINBYTES8: bytes of the length, then the text or the bytes
+    # BINUNICODE, BINUNICODE8; SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8: bytes of the length, then the text or the bytes
     0x58: lambda machine: machine.take(machine.number(4)).decode(),
     0x8D: lambda machine: machine.take(machine.number(8)).decode(),
     0x43: lambda machine: machine.take(machine.number(1)),
     0x42: lambda machine: machine.take(machine.number(4)),
     0x8E: lambda machine: machine.take(machine.number(8)),
+    0x96: lambda machine: _called(machine, "bytearray", machine.take(machine.number(8))),
     # BININT2, BININT, LONG1, BINFLOAT
     0x4D: lambda machine: machine.number(2),
     0x4A: lambda machine: int.from_bytes(machine.take(4), "little", signed=True),
     0x8A: lambda machine: int.from_bytes(machine.take(machine.number(1)), "little", signed=True),
     0x47: lambda machine: struct.unpack(">d", machine.take(8))[0],
-    # NONE, NEWTRUE, NEWFALSE, EMPTY_LIST
+    # NONE, NEWTRUE, NEWFALSE, EMPTY_LIST, EMPTY_SET
     0x4E: lambda machine: None,
     0x88: lambda machine: True,
     0x89: lambda machine: False,
     0x5D: lambda machine: [],
+    0x8F: lambda machine: _called(machine, "set", []),
     # STACK_GLOBAL, GLOBAL, BINPERSID
     0x93: _stack_global,
     0x63: lambda machine: machine.look_up(_line(machine), _line(machine)),
@@ -387,11 +400,13 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     # PROTO and FRAME. The length of a frame is a hint for reading ahead, and not needed here.
     0x80: _protocol,
     0x95: lambda machine: (machine.number(8), None)[1],
-    # TUPLE3, APPEND, APPENDS, SETITEM
+    # TUPLE3, APPEND, APPENDS, SETITEM, ADDITEMS, FROZENSET
     0x87: _tuple3,
     0x61: lambda machine: _extend(machine, len(machine.stack) - 1),
     0x65: lambda machine: _extend(machine, machine.marks.pop()),
     0x73: _set_item,
+    0x90: lambda machine: _extend(machine, machine.marks.pop()),
+    0x91: _frozenset,
     # BINPUT, LONG_BINPUT: set a memo entry, whose index has one byte or four
     0x71: _move_into_place(1),
     0x72: _move_into_place(4),

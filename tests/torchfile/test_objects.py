@@ -45,25 +45,32 @@ class OwnState:
 Pair = collections.namedtuple("Pair", "a b")
 
 
-def saved(value: Any) -> bytes:
+def saved(value: Any, protocol: int = 2) -> bytes:
     out = io.BytesIO()
-    torch.save(value, out)
+    torch.save(value, out, pickle_protocol=protocol)
     return out.getvalue()
 
 
 PLAIN = [
     b"", b"x", collections.deque([1, 2]), collections.deque([1, 2, 3], 3), collections.deque(), {1, "a", (1, 2)}, np.float64(3),
-    {None: 1, True: 2, False: 3, b"k": 4},
+    {None: 1, True: 2, False: 3, b"k": 4}, frozenset({frozenset(), frozenset({2, "b"})}), set(range(3000)), [set(), set()],
     {"state": 2**128 - 1, "inc": -(2**2039)},  # as of numpy's generators, and the largest of pickle's short form
 ]  # fmt: skip
 
 
 # By type: a set reads otherwise in a worker that has compiled it than in one that loads it.
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
-def test_plain_data_of_python_and_numpy_are_read(value: Any):
-    found = read_object(saved({"a": value, "b": 1}), "x", tagged=None)
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_plain_data_of_python_and_numpy_are_read(value: Any, protocol: int):
+    found = read_object(saved({"a": value, "b": 1}, protocol), "x", tagged=None)
     assert found == {"a": value, "b": 1}
-    assert repr(found["a"]) == repr(value) or isinstance(value, set)
+    assert repr(found["a"]) == repr(value) or isinstance(value, set | frozenset)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_class_that_is_not_read_is_named_at_any_protocol(protocol: int):
+    with pytest.raises(UnsupportedError, match="builtin.*bytearray"):
+        read_object(saved([bytearray(b"x")], protocol), "x", tagged=None)
 
 
 ARRAYS = [
