@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,12 +21,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..comm import CHANGED, FAILED, Comm, Turn, interrupts_allowed, interrupts_held, merge_of_all
-from ..comm.exchange import HOST, Exchange, group_of, open_exchange
+from ..comm.exchange import HOST, group_of, open_exchange
 from ..comm.peers import machine_id
 from ..core.planning.scales import find_scales
 from ..core.report import LoadReport, summarize
 from ..engine.common.progress import RankLog, size_text
-from ..engine.common.rounds import Buffers, Rounds, Traffic, named_error, settle
+from ..engine.common.rounds import Buffers, Rounds, named_error, settle
 from ..engine.loading.load import Resolved, drop_refused, resolve
 from ..engine.loading.vote import VoteResult, Wanted, vote
 from ..engine.resharding.delta import DeltaMover
@@ -35,7 +36,7 @@ from ..engine.saving.handle import SAVES
 from ..errors import MismatchError, UsageError
 from ..format.files import digest128
 from ..state.capture import Captured
-from .live_plan import KEPT_BYTES, KEPT_ROWS, Kept, Plan, agreed
+from .live_plan import KEPT_BYTES, KEPT_ROWS, Kept, Plan
 from .live_states import Opened, Options, State, States
 from .loading import not_loaded
 
@@ -128,7 +129,6 @@ class Job:
             for device, num in zip(devices, num_rounds, strict=True)
         ]
         self._buffers = [Buffers(device, first) for device in devices]
-        self._small_buffers = Buffers(HOST, first ^ 1 << 30)
         self._addresses = opened.addresses()
         self._first = opened
 
@@ -165,7 +165,12 @@ class Job:
 
         Collective: a gather and a broadcast; where values have changed, `LiveValues.share`, and a gather and a broadcast again.
         """
-        fits, has_changed, has_memory, first = True, True, False, 0
+
+        def agreed(answers: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, int]:
+            plans, changed, memory = zip(*answers, strict=True)  # a plan that does not fit is ""
+            return len({*plans}) == 1 and plans[0] != "", any(changed), all(memory), secrets.randbits(24) << 6
+
+        fits, has_changed, has_memory, first = True, True, False, 0  # first: the number of the first message in new memory
         while fits and has_changed:
             # Ranks with the same plan have used it equally often, so the memory kept with it is at the same message on all.
             known, captured, opened, changed = "", None, None, False
@@ -357,18 +362,15 @@ class Job:
         for mover in self.movers:
             mover.begin()
         # The exchange without the host is the second one; all ranks run both in this order.
-        running: list[tuple[Traffic, Exchange, Buffers]] = []
-        for mover, exchange, buffers in zip(self.movers, self.exchanges, self._buffers, strict=True):
-            if exchange is not None and isinstance(mover, DeltaMover):
-                *small, messages = mover.traffics()
-                running += [*((traffic, exchange, self._small_buffers) for traffic in small), (messages, exchange, buffers)]
-            elif exchange is not None:
-                running.append((mover, exchange, buffers))
+        both = zip(self.movers, self.exchanges, self._buffers, strict=True)
+        running = [(mover, exchange, buffers) for mover, exchange, buffers in both if exchange is not None]
         try:
-            for i, (traffic, exchange, buffers) in enumerate(running):
-                rounds = Rounds(exchange, traffic, buffers)
+            for i, (mover, exchange, buffers) in enumerate(running):
+                rounds = Rounds(exchange, mover, buffers)
                 # A rank that has failed takes part, and tells the others in its first messages.
                 rounds.failure = move.failure
+                if isinstance(mover, DeltaMover):
+                    mover.agree(exchange, rounds.attempt)
                 rounds.run(move.changed, *((move.finish, move.put) if i == len(running) - 1 else ()))
                 move.failure, move.is_complete = rounds.failure, rounds.complete
                 if rounds.stopped:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,19 +69,3 @@ class Kept(NamedTuple):
     def number(self) -> int:
         """The number of the next message that the kept host memory sends or receives; -1 without kept memory."""
         return -1 if self.buffers is None else self.buffers.number
-
-
-def agreed(answers: list[tuple[str, bool, bool]]) -> tuple[bool, bool, bool, int]:
-    """Merge the answers of all ranks about their leftovers of the last call.
-
-    Each answer has three items: the id of the kept plan ("" if the plan does not fit), whether this rank's values have changed,
-    and whether it has kept host memory for messages.
-
-    Returns
-    -------
-    fits, has_changed, has_memory, first
-        Whether the same plan fits on all ranks; whether values of any rank have changed; whether all have kept memory; and a
-        number for the first message in new memory.
-    """
-    plans, changed, memory = zip(*answers, strict=True)
-    return len({*plans}) == 1 and plans[0] != "", any(changed), all(memory), secrets.randbits(24) << 6

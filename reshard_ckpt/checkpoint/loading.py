@@ -71,7 +71,7 @@ def load(
     verify
         Verify the checksum of every block that is read.
     verify_first
-        Verify the blocks of all tensors before any tensor changes, at the price of reading twice.
+        Verify the blocks of all tensors before any tensor changes on any rank, at the price of reading twice.
     cast
         Tensors that are converted if their saved dtype differs: True for all, or a list of names and shell-style patterns. A
         name also stands for everything below it. FP8 weights of a Hugging Face folder are multiplied by their scales.
@@ -216,7 +216,8 @@ def load_target(
     `rename_of` makes the `rename` for an open catalog.
 
     All ranks go through the same collectives, in this order: open the session, open the source, `vote`, `verify_ties` if the
-    verdict has ties, the reads (with `read_once`, those of `execute_once`), the final gather.
+    verdict has ties, the reads (with `read_once`, those of `execute_once`; else a gather if a rank verifies first), the final
+    gather.
     """
     began = time.monotonic()
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
@@ -256,10 +257,13 @@ def load_target(
         scaled = Dequantizer(storage, source.catalog, quantized, options.verify).read(parts) if quantized and parts else []
         if together and scaled_folder:
             comm.gather(b"")  # a rank that could not read a scale raises here: the exchange that follows needs all ranks
-        run = partial(execute_once, comm, partial(_open_exchange_among, process_group, timeout_s)) if together else execute
+        alone = partial(execute, is_alone=comm.size == 1)
+        run = partial(execute_once, comm, partial(_open_exchange_among, process_group, timeout_s)) if together else alone
         report = reporter(progress if comm.rank == 0 else False)
+        # With `read_once`, the ranks meet in the exchange.
+        meet = partial(comm.gather, b"") if verdict.verifies_first and not together else None
         try:
-            fetched = fetch(storage, saved, resolved, options, report=report, run=run)
+            fetched = fetch(storage, saved, resolved, options, report=report, run=run, meet=meet)
             if scaled:
                 multiply(scaled)
             # Also after a failed read: tensors that were overwritten by then must count as changed for autograd.

@@ -78,6 +78,8 @@ class SessionCounter:
         self._skipped = 0
         self.unopened = b""
         """The last call of this rank if its session did not open, else empty."""
+        self.refused = b""
+        """The same, if another rank refused that session without coming to it, else empty."""
         self.late = b""
         """The last call of this rank if its session did not open because this rank came too late, else empty."""
         self.missed: deque[Missed] = deque()

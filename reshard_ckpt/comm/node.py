@@ -98,8 +98,8 @@ class NodeComm(StoreComm):
             self._near = BoundedStore.of(store, self._timeout_s / 4).below(self._name)
             self._leader, *self._others = self._ranks_near()
 
-    def open(self, call: bytes, *, before: bytes = b"") -> bool:
-        if not super().open(call, before=before):
+    def open(self, call: bytes, *, before: bytes = b"", refused: bytes = b"") -> bool:
+        if not super().open(call, before=before, refused=refused):
             return False
         if self._neighbours is not None and not self._neighbours.machine.is_known:
             with self._reachable():

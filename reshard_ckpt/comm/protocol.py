@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgpack
@@ -119,16 +120,16 @@ def merge_of_all(comm: Comm, value: Any, merge: Callable[[list[Any]], Any] = lis
         Called on rank 0 with the list of all values, by rank; by default it returns that list. Equal values may be one object, so
         `merge` must not change them. If it raises, all ranks raise its error.
     """
-    gathered = comm.gather(msgpack.packb(value))
+    gathered = comm.gather(_packed(value))
     if gathered is None:
         return _unpacked(comm.broadcast(None))
     values = {data: _unpacked(data) for data in dict.fromkeys(gathered)}  # replicas often send the same
-    return _unpacked(comm.broadcast(msgpack.packb(merge([values[data] for data in gathered]))))
+    return _unpacked(comm.broadcast(_packed(merge([values[data] for data in gathered]))))
 
 
 def value_of_first(comm: Comm, make: Callable[[], Any]) -> Any:
     """Call `make` on rank 0 alone, and return its result, a plain value, on every rank. Collective: a broadcast."""
-    return _unpacked(comm.broadcast(msgpack.packb(make()) if comm.rank == 0 else None))
+    return _unpacked(comm.broadcast(_packed(make()) if comm.rank == 0 else None))
 
 
 def union(lists: list[list[Any]]) -> list[Any]:
@@ -136,5 +137,6 @@ def union(lists: list[list[Any]]) -> list[Any]:
     return list(dict.fromkeys(item for items in lists for item in items))
 
 
-def _unpacked(data: bytes) -> Any:
-    return msgpack.unpackb(data, strict_map_key=False)
+# Texts may be paths that are not UTF-8, as `os.fsdecode` returns them.
+_packed: Callable[[Any], bytes] = partial(msgpack.packb, unicode_errors="surrogateescape")
+_unpacked: Callable[[bytes], Any] = partial(msgpack.unpackb, strict_map_key=False, unicode_errors="surrogateescape")

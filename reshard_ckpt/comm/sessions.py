@@ -203,7 +203,7 @@ def _place(group: Group, kind: str, subject: str, timeout_s: float, made: type[A
     def comm_of(number: int) -> AnyNodeComm:
         name = f"{group.sessions.prefix}{number}"
         store, near = group.home.session(name, title=title, timeout_s=timeout_s)
-        return made(store, group.rank, group.size, title=title, timeout_s=timeout_s, near=near, name=name, hosts=True)
+        return made(store, group.rank, group.size, title=title, timeout_s=timeout_s, near=near, name=name)
 
     return Place(comm_of, group.sessions, call_of(kind, subject))
 
@@ -241,17 +241,20 @@ class Place(Generic[AnyComm]):
         """Open the session for the ``with`` block, once; see `open_session`."""
         comm = self._arrive()
         before, self._sessions.unopened = self._sessions.unopened, self.call
+        refused, self._sessions.refused = self._sessions.refused, b""
         try:
-            while not comm.open(self.call, before=before):
+            while not comm.open(self.call, before=before, refused=refused):
                 comm.leave()
                 self._sessions.skip()
                 comm = self.comm()
-                before = b""  # accepted once: two ranks that make their calls in opposite orders must not go on for ever
+                before = refused = b""  # once: two ranks that make their calls in opposite orders must not go on for ever
             self._sessions.unopened = self._sessions.late = b""
             yield comm
             comm.gather(b"")  # the vote: everyone has come through
         except BaseException as error:
             comm.abort(error)
+            if comm.is_refused:
+                self._sessions.refused = self.call
             if comm.came_late:
                 self._resynchronize()
             raise

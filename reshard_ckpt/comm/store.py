@@ -55,7 +55,7 @@ _SLICE_S = 0.05
 _LOOK_S = 0.5
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
-"""Seconds that rank 0 waits for the others to leave a session if its process hosts the store, which they still need."""
+"""Seconds that rank 0 waits for the others to leave a session: they still need the store, which its process hosts."""
 
 TOLD = 1 << 60
 """The amount that rank 0 adds to the count of ranks that have left, and so does the rank that has set the key "gone" for it."""
@@ -73,8 +73,6 @@ class StoreComm:
         Returns the ranks that are known to have ended; by default an empty set.
     ranks_near
         Returns the ranks on this machine; by default this rank alone. Called once all ranks have met.
-    hosts
-        Whether rank 0's process hosts the store, so that it must leave last.
     """
 
     def __init__(
@@ -87,11 +85,10 @@ class StoreComm:
         timeout_s: float,
         ended: Ended = frozenset,
         ranks_near: Callable[[], Sequence[int]] | None = None,
-        hosts: bool = False,
     ) -> None:
         self._store, self.rank, self.size = BoundedStore.of(store, timeout_s), rank, size
         self._payloads = Payloads(self._store)
-        self._ended, self._farewell_s = ended, _HOST_FAREWELL_S if hosts else _FAREWELL_S
+        self._ended = ended
         self._ranks_near = ranks_near or (lambda: (rank,))
         self._num_near = 0
         self._title, self._timeout_s = title, timeout_s
@@ -204,7 +201,7 @@ class StoreComm:
 
     # --- opening and leaving a session ---
 
-    def open(self, call: bytes, *, before: bytes = b"") -> bool:
+    def open(self, call: bytes, *, before: bytes = b"", refused: bytes = b"") -> bool:
         """Take the first step of a session: wait for all ranks, and check that all have made the same call.
 
         Parameters
@@ -213,18 +210,21 @@ class StoreComm:
             This rank's call, encoded by `call_of`.
         before
             The call of this rank's previous session, if that session did not open.
+        refused
+            The same, if a rank refused that session without coming to it (`is_refused`).
 
         Returns
         -------
         bool
             False if this session belongs to another call, so that this rank must try the next session. Either this rank left out
-            a call, and the others gave it up there; or the others have come only now for the call that this rank made before.
+            a call, and the others gave it up there; or the others have come only now for the call that this rank made before. The
+            others may be the rank alone that refused a call which no other rank made, and so is one call behind.
         """
         with self._reachable():
             try:
                 self._meet(call)
             except PeerError:
-                if self._is_for_another(call, before):
+                if self._is_for_another(call, before, refused):
                     return False
                 if self.came_late:
                     raise PeerError(f"{self._refused().message}; this rank came only after that", self._refused().ranks) from None
@@ -247,13 +247,18 @@ class StoreComm:
         """Whether the other ranks had refused the session, because this rank was absent, before it came."""
         return self._step == 0 and self._refusal is not None and self.rank in self._refusal.absent
 
-    def _is_for_another(self, call: bytes, before: bytes) -> bool:
+    @property
+    def is_refused(self) -> bool:
+        """Whether another rank has refused the session by an error of its arguments, without coming to it."""
+        return self._step == 0 and self._refusal is not None and self._refusal.kind != PeerError.__name__
+
+    def _is_for_another(self, call: bytes, before: bytes, refused: bytes) -> bool:
         if self._step or self._refusal is None:
             return False
         # calls: the encoded call of each other rank that came to this session in time, its message in the first step
         calls = {frame.payload for frame in self._inbox_of(0) if frame.rank not in (self.rank, *self._refusal.absent)}
         if not calls or call in calls:
-            return False
+            return calls - {call} == {refused}
         return self.came_late or calls == {before}
 
     def is_for_others(self, call: bytes) -> bool:
@@ -338,7 +343,7 @@ class StoreComm:
             self._store.on_worker(lambda store: [store.delete_key(key) for key in keys])
 
     def _farewell(self) -> float:
-        return min(self._farewell_s, self._timeout_s)
+        return min(_HOST_FAREWELL_S, self._timeout_s)
 
     def _have_ended(self, num_others: int) -> bool:
         """Tell whether at least `num_others` ranks have left the session or ended.

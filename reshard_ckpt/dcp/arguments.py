@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from ..comm import ALONE, open_session
 from ..errors import CheckpointError, UnsupportedError, UsageError
@@ -13,7 +14,6 @@ from ..formats.dcp.metadata import METADATA_KEY
 from ..storage import open_storage, resolved_path
 
 Path = str | os.PathLike[str]
-Made = TypeVar("Made")
 
 
 class StorageFolder:
@@ -95,13 +95,14 @@ def group_of(process_group: Any, no_dist: bool) -> Any:
     return ALONE if no_dist else process_group
 
 
-def share_errors(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
-    """Call `make` and return its result. If it raises on this rank, the error is raised on all ranks.
+@contextmanager
+def shared_errors(kind: str, path: Path | None, group: Any) -> Iterator[None]:
+    """Raise an error of the ``with`` block, of any class, on all ranks.
 
-    Next, every rank calls `open_session` for the save or load. A rank that failed calls it only to report its error there.
+    After it, every rank calls `open_session` for the save or load. A rank that failed calls it only to report its error there.
     """
     try:
-        return make()
+        yield
     except Exception:
         with open_session(kind, str(path), process_group=group):
             raise

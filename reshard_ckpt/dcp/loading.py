@@ -22,7 +22,7 @@ from ..errors import MismatchError
 from ..formats.dcp.names import is_taken_apart, taken_apart
 from ..state.capture import Target
 from ..state.targets import Prefixes
-from .arguments import Path, group_of, load_path, named_path, share_errors
+from .arguments import Path, group_of, load_path, named_path, shared_errors
 from .metadata import FORMATS_AS_SAVED
 from .state_dicts import call_state_dicts, hold_whole, loading_form, restore
 from .torch_calls import call_torch, is_custom, is_custom_planner
@@ -74,13 +74,10 @@ def load(
         call_torch("load", state_dict, checkpoint_id, storage_reader, **given)
         return
     group = group_of(process_group, no_dist)
-
-    def make() -> tuple[Path, bool, dict[str, Any], dict[str, Any]]:
+    with shared_errors("load", named_path(checkpoint_id, storage_reader), group):
         path, partial = load_path(checkpoint_id, storage_reader), planner is not None and bool(planner.allow_partial_load)
         state = call_state_dicts(state_dict, in_order=True)
-        return path, partial, state, loading_form(state)
-
-    path, partial, state, form = share_errors("load", named_path(checkpoint_id, storage_reader), group, make)
+        form = loading_form(state)
     empty = [name_of(at) for at, leaf in flatten(form, _children) if at and isinstance(leaf, Mapping)]
     # DCP copies into a tensor of any dtype, so another dtype is a warning here. Its folders have no entry for an empty dict, so
     # one in the state dict may be missing. `allow_partial_load` passes over missing names alone, as with DCP.

@@ -17,7 +17,7 @@ from ..engine.saving.handle import RunningSave
 from ..engine.saving.options import SaveOptions
 from ..errors import CheckpointError
 from ..storage import resolved_path
-from .arguments import Path, check_collective, group_of, named_path, save_path, share_errors
+from .arguments import Path, check_collective, group_of, named_path, save_path, shared_errors
 from .metadata import SavedMetadata
 from .state_dicts import call_state_dicts, saving_form
 from .torch_calls import call_torch, is_custom, is_custom_planner
@@ -150,13 +150,10 @@ def _path_and_form(
     state_dict: Mapping[str, Any], checkpoint_id: Path | None, writer: Any, group: Any, use_collectives: bool
 ) -> tuple[Path, dict[str, Any]]:
     """Return the path to save to, and the state for `checkpoint.save`. If this fails on one rank, all ranks raise its error."""
-
-    def make() -> tuple[Path, dict[str, Any]]:
+    with shared_errors("save", named_path(checkpoint_id, writer), group):
         check_collective(use_collectives)
         path = save_path(checkpoint_id, writer)
         return path, saving_form(call_state_dicts(state_dict, in_order=False))
-
-    return share_errors("save", named_path(checkpoint_id, writer), group, make)
 
 
 class SaveFuture(Future[Metadata]):

@@ -1,14 +1,12 @@
 """Conversion between the state dicts of DCP's calls and the state for `checkpoint.save` and `checkpoint.load`.
 
 The *form* of a state dict is the tree of plain dicts for `checkpoint.save` and `checkpoint.load`. It has the same tensors, and
-differs in four ways:
+differs in three ways:
 
 1. A `Stateful` at the top level is replaced by the result of its ``state_dict()``. Loading passes that dict to
    ``load_state_dict``.
-2. An optimizer's *flattened* dict (``"state.layer.weight.exp_avg"``, ``"param_groups.layer.weight.lr"``) is nested, so that a
-   checkpoint has the same names with either of the two.
-3. An ``io.BytesIO`` is replaced by its bytes.
-4. For a load, a tensor on the meta device is replaced by an empty one on the device of the job, as DCP does.
+2. An ``io.BytesIO`` is replaced by its bytes.
+3. For a load, a tensor on the meta device is replaced by an empty one on the device of the job, as DCP does.
 
 The names in a checkpoint are the keys of the state dict, with the parts that wrappers add: torch's own calls look for such names.
 """
@@ -25,11 +23,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from ..comm.group import current_accelerator
-from ..core.catalog.names import GROUPS, STATE
 from ..core.trees import Path, children, leaves, map_tree, name_of
 from ..errors import UsageError
 from ..formats.dcp.names import is_taken_apart
-from ..state.optimizer_dicts import PlainDict, flattened, is_flattened, is_numbered, nested, saved_groups
+from ..state.optimizer_dicts import PlainDict, is_numbered
 from ..state.shards import Value
 from ..state.tensors import is_tensor_like
 from ..state.walk import PLAIN, Verbatim
@@ -55,30 +52,25 @@ def call_state_dicts(state_dict: Mapping[str, Any], *, in_order: bool) -> dict[s
 
 def saving_form(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the form of a state dict that `checkpoint.save` saves; see the module's docstring for *form*."""
-    return Verbatim({key: _form(value, lambda tensor: tensor, merged=True) for key, value in state.items()})
+    return Verbatim({key: _form(value, lambda tensor: tensor) for key, value in state.items()})
 
 
 def loading_form(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the form of a state dict that `checkpoint.load` fills; afterwards `restore` puts its content into the state dict."""
-    return Verbatim({key: _form(value, _materialize, merged=False) for key, value in state.items()})
+    return Verbatim({key: _form(value, _materialize) for key, value in state.items()})
 
 
-def _form(value: Any, make: Make, *, merged: bool) -> Any:
+def _form(value: Any, make: Make) -> Any:
     if isinstance(value, torch.Tensor):
         return make(value)
     if isinstance(value, io.BytesIO):
         return value.getvalue()
     if isinstance(value, Mapping) and value:
-        if is_flattened(value):
-            tree = nested({name: _form(child, make, merged=merged) for name, child in value.items()})
-            groups = tree[GROUPS]
-            # Parameters with equal hyperparameters are saved as one group; for a load, each parameter is a group.
-            return {STATE: tree[STATE], GROUPS: saved_groups(groups) if merged else list(groups)}
-        children = {key: _form(child, make, merged=merged) for key, child in value.items()}
+        children = {key: _form(child, make) for key, child in value.items()}
         # DCP's names are the keys, so the parameters of a numbered optimizer keep their numbers.
         return PlainDict(children) if is_numbered(value) else children
     if type(value) in (list, tuple):
-        items = [_form(child, make, merged=merged) for child in value]
+        items = [_form(child, make) for child in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     return value
 
@@ -132,14 +124,9 @@ def restore(value: Any, form: Any) -> Any:
     if isinstance(value, io.BytesIO):
         return io.BytesIO(form) if isinstance(form, bytes) else form
     if isinstance(value, Mapping) and value and isinstance(form, Mapping):
-        if is_flattened(value):
-            # The form is nested, so flatten it first. Hyperparameters are plain values: take them as they were loaded.
-            new = flattened(value, form)
-            changes = {key: new[key] if key.startswith(f"{GROUPS}.") else restore(value[key], new[key]) for key in new}
-        else:
-            # A dict in a list of the checkpoint may lack keys, with ``allow_partial_load``: they keep their values.
-            changes = {key: restore(value[key], form[key]) for key in value if key in form}
-        for key, child in changes.items():
+        # A dict in a list of the checkpoint may lack keys, with ``allow_partial_load``: they keep their values.
+        for key in [key for key in value if key in form]:
+            child = restore(value[key], form[key])
             if value[key] is not child:
                 value[key] = child  # type: ignore[index]
         return value

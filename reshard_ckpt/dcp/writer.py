@@ -34,7 +34,7 @@ from ..state.entries import Opaque
 from ..state.optimizer_dicts import are_named_groups
 from ..state.tensors import is_tensor_like
 from .arguments import Path as Folder
-from .arguments import StorageFolder, check_collective, check_flattens, share_errors
+from .arguments import StorageFolder, check_collective, check_flattens, shared_errors
 from .state_dicts import saving_form
 from .torch_errors import rank_prefix
 
@@ -93,7 +93,8 @@ class ReshardWriter(StorageFolder, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         group = self._group(plan.storage_data)
-        form = share_errors("save", self._at, group, lambda: _form(planner, self._planned))
+        with shared_errors("save", self._at, group):
+            form = _form(planner, self._planned)
         try:
             self._save_id = save(self._at, form, process_group=group).save_id
         except CheckpointError as error:

@@ -46,6 +46,7 @@ from ..storage import (
     open_storage,
     resolved_path,
 )
+from ..storage.local import make_durable_folder
 from ..storage.posix import Explained, sync_folder
 from ..storage.protocol import PROBE, Document, at_once, copy_file
 from ..storage.swap import swap
@@ -240,7 +241,7 @@ def _partial_folder(dst: str, src: Sequence[str], identity: str | None, *, overw
     """Yield the absolute path of the destination, and a folder beside it in which only this process works."""
     path = _check_destination(dst, src, overwrite=overwrite)
     with Explained("write", path):
-        _make_durable_folder(os.path.dirname(path))
+        make_durable_folder(os.path.dirname(path))
         partial, lock = _lock_partial_folder(path, identity)
         with _removed_at_end(partial, lock):
             if lock is not None:
@@ -328,17 +329,6 @@ def _remove_leftovers(path: str, own: str) -> None:
         else:
             os.rename(entry, path)
     shutil.rmtree(os.path.join(own, _WHOLE), ignore_errors=True)
-
-
-def _make_durable_folder(folder: str) -> None:
-    """Make a folder and its missing parents, durably: they survive a power cut."""
-    if os.path.isdir(folder):
-        return
-    above = os.path.dirname(folder)
-    _make_durable_folder(above)
-    with suppress(FileExistsError):
-        os.mkdir(folder)
-    sync_folder(above)
 
 
 def _sibling(path: str, identity: str | None, kind: str) -> str:

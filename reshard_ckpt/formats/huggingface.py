@@ -15,7 +15,7 @@ from ..format.columns import TORCH_NAMES
 from ..format.shard_file import unique
 from ..storage import Storage
 from ..storage.posix import broken_link
-from ..storage.protocol import key_parts, read_parts
+from ..storage.protocol import copy_file, key_parts, write_file
 
 CONFIG = "config.json"
 INDEX = ".index.json"
@@ -44,9 +44,6 @@ SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 MAX_SIDE_BYTES = 256 << 20
 """The size above which a file beside a model is not copied: it is data of another kind."""
 
-_STEP_BYTES = 8 << 20
-"""The number of bytes to copy at once of a file beside a model."""
-
 POINTER = b"version https://"
 """The first bytes of the text that git leaves in place of a large file where Git LFS is missing."""
 
@@ -73,7 +70,9 @@ def weight_files(storage: Storage, suffix: str, *, main: str, others: bool = Tru
         raise UsageError(f"{storage.url}: has several indices ({', '.join(indices)}); keep those of one model in the folder")
     if indices:
         index = main + INDEX if main + INDEX in indices else indices[0]
-        found = read_index(storage, index)
+        found, single = read_index(storage, index), index.removesuffix(INDEX)
+        if single in keys and found.names.keys().isdisjoint(keys):  # a later save of one file replaced the files of the index
+            return WeightFiles({single: None})
         if main in keys and main not in found.names:  # transformers would load that file, and pass over the index
             raise UsageError(
                 f"{storage.url}: has {main} and {index}, which does not name it; keep those of one model in the folder"
@@ -175,14 +174,15 @@ def copy_side_files(
         return
     for key in keys:
         size = source.size(key)
-        if key in own or not key.endswith(SIDE_SUFFIXES) or key.endswith(INDEX) or size is None or size > MAX_SIDE_BYTES:
+        if key in own or not key.endswith(SIDE_SUFFIXES) or ".index." in key or size is None or size > MAX_SIDE_BYTES:
             continue
         changed = None
         if key == CONFIG and (dequantized or dtypes):
             changed = _changed(source.read(key, MAX_SIDE_BYTES), ENTRIES if dequantized else (), dtypes or {})
-        with target.create(key) as writer:
-            for part in [changed] if changed else (part for _, part in read_parts(source, key, size, _STEP_BYTES)):
-                writer.write(part)
+        if changed:
+            write_file(target, key, changed)
+        else:
+            copy_file(source, key, target)
 
 
 def _changed(data: bytes, left_out: Collection[str], dtypes: Mapping[str, str]) -> bytes | None:

@@ -36,9 +36,8 @@ from ..storage.protocol import read_range
 from .catalog_builder import CatalogBuilder
 from .huggingface import POINTER, WeightFiles, is_shard, refuse_pointer, weight_files
 from .parts import Part, are_alike
-from .shared_files import NewFile, NewPart, write_files
+from .shared_files import NewFile, NewPart, in_natural_order, write_files
 from .source import BytesOf, Format, Source
-from .tensor_stream import aliases_of, in_natural_order
 
 ROOT = "model"
 """The key under which the tensors of a safetensors file are put in the state."""
@@ -72,7 +71,9 @@ def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
         metadata.update(header.metadata)
         sharding = metadata.pop(SHARDING, None)
         if sharding is None:
-            _add_tensors(builder, header, file, names, where)
+            for member, offset in _listed_members(header, names, where):
+                builder.tensor(f"{ROOT}.{member.name}", member.dtype, member.shape)
+                builder.piece(f"{ROOT}.{member.name}", file=file, offset=offset)
             continue
         for member, part in _parts(header, file, names, sharding, where):
             sharded.setdefault(member.name, []).append((member, part))
@@ -137,12 +138,6 @@ def _listed_members(header: Header, names: frozenset[str] | None, where: str) ->
             yield member, offset
 
 
-def _add_tensors(builder: CatalogBuilder, header: Header, file: int, names: frozenset[str] | None, where: str) -> None:
-    for member, offset in _listed_members(header, names, where):
-        builder.tensor(f"{ROOT}.{member.name}", member.dtype, member.shape)
-        builder.piece(f"{ROOT}.{member.name}", file=file, offset=offset)
-
-
 def read_header(storage: Storage, key: str) -> tuple[int, Header]:
     """Read the size and the header of a safetensors file."""
     where = f"{storage.url}: {key}"
@@ -184,7 +179,7 @@ def lay_out(catalog: Catalog, max_shard_bytes: int | None, run_of: Callable[[int
     run_of
         Returns the run that has the bytes of a tensor, by its index in the catalog.
     """
-    aliases = aliases_of(catalog)
+    aliases = _aliases_of(catalog)
     table, members = catalog.tensors_table, []
     for index in in_natural_order(catalog):
         if table.names[index] not in aliases:
@@ -199,6 +194,13 @@ def lay_out(catalog: Catalog, max_shard_bytes: int | None, run_of: Callable[[int
         parts = (part for run, each in runs for part in _cut(run, each))
         files.append(NewFile(f"{stem}.safetensors", (NewPart(None, 0, _header(group, aliases)), *parts)))
     return files
+
+
+def _aliases_of(catalog: Catalog) -> dict[str, str]:
+    """Map the name of each tensor that shares another one's bytes to the name of that one."""
+    names = catalog.tensors_table.names
+    by_index = {name: catalog.source(catalog.index(name)) for name in catalog.names}
+    return {name: names[source] for name, source in by_index.items() if names[source] != name}
 
 
 def _cut(run: Run, item_bytes: int) -> Iterator[NewPart]:

@@ -12,6 +12,7 @@ sections, and a broadcast.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,16 +22,49 @@ from typing import Any
 import numpy as np
 
 from ..comm.protocol import Comm, merge_of_all
+from ..core.catalog.model import Catalog
 from ..engine.common.resuming import finished_digests
 from ..engine.common.sections import Section, SectionWriter, join, share
 from ..engine.loading.stream import Run
 from ..format.files import BLOCK_BYTES, encode_digests
 from ..storage import Storage
 from .source import BytesOf
-from .tensor_stream import ByteStream
+
+_NUMBER = re.compile(r"(\d+)")
 
 GATHERED_BYTES = 1 << 20
 """Small parts are gathered up to this size and written in one call: a tensor in ``torch.save``'s format has some thirty."""
+
+
+def in_natural_order(catalog: Catalog) -> list[int]:
+    """Return the indices of all tensors, sorted by name with numbers in numeric order: layer 2 before layer 10."""
+    return sorted(map(catalog.index, catalog.names), key=lambda index: natural(catalog.tensors_table.names[index]))
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a key to sort names by, with numbers in numeric order.
+
+    >>> sorted(["h.10.w", "h.2.w", "emb"], key=natural)
+    ['emb', 'h.2.w', 'h.10.w']
+    """
+    return tuple((1, int(part), part) if part.isdecimal() else (2, 0, part) for part in _NUMBER.split(name) if part)
+
+
+class ByteStream:
+    """A stream of bytes. Callers take as many bytes as they need."""
+
+    def __init__(self, stream: Iterator[memoryview]) -> None:
+        self._stream = stream
+        self._rest = memoryview(b"")
+
+    def take(self, num_bytes: int) -> Iterator[memoryview]:
+        """Yield the next `num_bytes` bytes in parts, which must be used up before the next call."""
+        while num_bytes:
+            if not len(self._rest):
+                self._rest = next(self._stream)
+            part, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+            num_bytes -= len(part)
+            yield part
 
 
 @dataclass(frozen=True, slots=True)

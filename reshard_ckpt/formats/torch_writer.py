@@ -31,9 +31,8 @@ from ..storage import LocalStorage
 from ..torchfile.object_writer import StreamedTensor, described_object, directory_of, laid_out, object_bytes
 from ..torchfile.zip_records import whole_record
 from .numbered import numbered_optimizers
-from .shared_files import NewFile, NewPart, write_files
+from .shared_files import NewFile, NewPart, in_natural_order, write_files
 from .source import BytesOf
-from .tensor_stream import in_natural_order
 
 
 def write_torch(

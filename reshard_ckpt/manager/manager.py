@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from ..checkpoint.saving import async_save, save
-from ..comm import open_session, value_of_first
+from ..comm import ArgumentCheck, open_session, value_of_first
 from ..core.planning.interval import MAX_OVERHEAD
-from ..core.report import SaveReport, duration_s
+from ..core.report import SaveReport, check_count, duration_s
 from ..engine.common.run_lineage import RunLineage
 from ..engine.common.step_folders import STEP_NAME, StepNames, names_at
 from ..engine.saving.handle import RunningSave, SaveHandle
@@ -37,7 +37,7 @@ from .pending import PendingSaves, ToleratedFailures
 from .preemption import Preemption, grace_of
 from .restoring import Restoring
 from .retention import Retention
-from .run_folder import check_memory_options, checked_full_every, checked_root, known_names, take_lock, with_metric
+from .run_folder import check_memory_options, checked_root, known_names, take_lock, with_metric
 from .run_steps import RunSteps, checked_step
 from .schedule import Decision, SaveCosts, SaveSchedule, interval_rule
 from .stored import StoredSteps
@@ -73,7 +73,7 @@ class Manager(RunSteps):
         `load_latest` loads the newest checkpoint of both.
     persist_every
         With ``memory=``, how often a save is copied from memory to the store: a duration, by default ``"10min"``, or a number of
-        steps. A save that ``keep_every`` or ``keep_best`` keeps is copied at once.
+        steps. A save that ``keep_every`` or ``keep_best`` keeps is copied at once, and so is one of a step that the store has.
     interval
         How often `should_save` returns True: a duration, in seconds or as text (``"10min"``); or ``"auto"``, the interval that
         loses the least time by the measured cost of saves and the rate of failures.
@@ -135,37 +135,39 @@ class Manager(RunSteps):
         process_group: Any = None,
         timeout_s: float = 600.0,
     ) -> None:
-        grace_s = grace_of(finish_on_sigterm)
-        keep_s = duration_s(grace, option="grace", or_zero=True)
-        names = StepNames((name,))
-        self._rule = Retention(keep_last, keep_every, keep_best, best)
-        self._num_ranks, rule = 1, None
-        if interval is not None or mtbf is not None or target_pls is not None:
-            rule = interval_rule(
-                interval, mtbf, max_overhead, target_pls, lambda: self._num_ranks,
-                lambda: PRIOR_S if self._attempts is None else self._attempts.mtbf_s(),
-            )  # fmt: skip
-        self._root = checked_root(root)  # once: the process may change its working folder
-        check_memory_options(memory, self._root, persist_every=persist_every, read_only=read_only)
-        self._full_every = checked_full_every(full_every, memory) if incremental else 0
-        self._exports = None if also is None else Exports(also, self._root, timeout_s)
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
-        self._grace_s = keep_s
+        with ArgumentCheck("manage", root, **self._session):
+            grace_s = grace_of(finish_on_sigterm)
+            self._grace_s = keep_s = duration_s(grace, option="grace", or_zero=True)
+            names = StepNames((name,))
+            self._rule = Retention(keep_last, keep_every, keep_best, best)
+            self._num_ranks, rule = 1, None
+            if interval is not None or mtbf is not None or target_pls is not None:
+                rule = interval_rule(
+                    interval, mtbf, max_overhead, target_pls, lambda: self._num_ranks,
+                    lambda: PRIOR_S if self._attempts is None else self._attempts.mtbf_s(),
+                )  # fmt: skip
+            self._root = checked_root(root)  # once: the process may change its working folder
+            self._full_every = full_every if incremental else 0
+            check_memory_options(memory, self._root, persist_every=persist_every, read_only=read_only, incremental=incremental)
+            if incremental:
+                check_count("full_every", full_every, 1)
+            self._exports = None if also is None else Exports(also, self._root, timeout_s)
+            self._tolerated = ToleratedFailures(on_failure, max_failures)
         self._read_only = read_only
         self._process = os.getpid()
         self._is_first = True
         self._is_closed = False
         self._pending = PendingSaves()
-        self._tolerated = ToleratedFailures(on_failure, max_failures)
-        self._preemption = Preemption(self._root, self._session, self._pending)
+        self._preemption = Preemption(self._root, self._session, self._pending, grace_s)
         self._attempts: AttemptLog | None = None
         self._memory: MemoryRun | None = None
         self._has_failed = False
         self._costs = SaveCosts()
         self._held = ExitStack()
         with ExitStack() as opening:
-            storage = opening.enter_context(open_storage(self._root, timeout_s=timeout_s))
             with open_session("manage", self._root, **self._session) as comm:
+                storage = opening.enter_context(open_storage(self._root, timeout_s=timeout_s))
                 self._is_first, self._num_ranks = comm.rank == 0, comm.size
                 had_manager, lease = False, None
                 if self._is_first and not read_only:
@@ -183,7 +185,7 @@ class Manager(RunSteps):
                     if interval == "auto":
                         self._attempts = AttemptLog(storage)
             if grace_s:
-                self._preemption.finish_saves(grace_s, opening)
+                self._preemption.install(opening)
             if memory is not None:
                 with open_session("open the memory of", self._root, **self._session) as comm:
                     self._memory = MemoryRun(

@@ -55,6 +55,8 @@ class Preemption:
         The path of the run, and the ``process_group`` and ``timeout_s`` for every `open_session`.
     pending
         The saves in progress.
+    grace_s
+        Seconds for a save to finish after SIGTERM; 0 for the default.
 
     Attributes
     ----------
@@ -62,21 +64,16 @@ class Preemption:
         Whether a save was given up because it did not finish in time.
     """
 
-    def __init__(self, root: str, session: Mapping[str, Any], pending: PendingSaves) -> None:
+    def __init__(self, root: str, session: Mapping[str, Any], pending: PendingSaves, grace_s: float) -> None:
         self._root, self._session, self._pending = root, session, pending
         self.gave_up = False
         self._stop: Callable[[], bool] | None = None
-        self._grace_s, self._deadline = GRACE_S, math.inf
+        self._grace_s, self._deadline = grace_s or GRACE_S, math.inf
         self._process = os.getpid()
         self._depth = 0
         self._is_installed = self._has_come = False
         # After the first read of `preempted`, a signal is only recorded.
         self._only_records = self._is_recorded = False
-
-    def finish_saves(self, grace_s: float, held: ExitStack) -> None:
-        """Install the handler that finishes the save in progress within `grace_s` seconds. Closing `held` removes the handler."""
-        self._grace_s = grace_s
-        self._install(held)
 
     def reached(self, held: ExitStack) -> bool:
         """Return whether all ranks have agreed to stop.
@@ -90,12 +87,13 @@ class Preemption:
     def _watch(self, held: ExitStack) -> Callable[[], bool]:
         with open_session("read preempted of", self._root, **self._session) as comm:
             if not self._is_installed:
-                self._install(held)
+                self.install(held)
             name = value_of_first(comm, lambda: uuid.uuid4().hex)
             self._only_records = True
         return held.enter_context(open_stop(f"stop/{name}", lambda: self._is_recorded, **self._session))
 
-    def _install(self, held: ExitStack) -> None:
+    def install(self, held: ExitStack) -> None:
+        """Install the handler that finishes the save in progress; closing `held` removes it."""
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "SIGTERM can be handled in the main thread alone: make a manager with finish_on_sigterm=True there, and read "
@@ -118,7 +116,10 @@ class Preemption:
         finally:
             self._depth -= 1
             if self._has_come and not self._depth:
-                self._finish_save_and_end()
+                if threading.current_thread() is threading.main_thread():
+                    self._finish_save_and_end()
+                else:  # handlers run, and are restored, in the main thread alone
+                    self._signal_again()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked child, such as a loader's worker, has no saves

@@ -173,7 +173,7 @@ class Restoring:
             return LoadedStep(step, report, _lines(in_memory, passed))
         if passed or any(one.is_damaged for one in in_memory.values()):
             lines = (*(one.line for one in in_memory.values()), *passed.values())
-            raise CorruptError(f"{self._stored.url}: no checkpoint can be loaded:\n" + "\n".join(lines))
+            raise CorruptError(f"{self._root}: no checkpoint can be loaded:\n" + "\n".join(lines))
         return None
 
     def _refuse_unless_damage(self, step: int, error: CheckpointError) -> None:
@@ -265,7 +265,8 @@ class Restoring:
         memory = self._memory
 
         def newer(step: int) -> list[str]:
-            return [*self._stored.save_ids_beyond(step), *([] if memory is None else memory.save_ids_beyond(step))]
+            # Memory first: a save that comes to the store between the two is in both lists, and else in neither.
+            return [*([] if memory is None else memory.save_ids_beyond(step)), *self._stored.save_ids_beyond(step)]
 
         if self._lineage.begin(newer, self._stored.save_id, always=memory is not None) and memory is not None:
             memory.attempt_begun()

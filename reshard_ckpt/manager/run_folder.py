@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.listing import METRIC, metric_of
 from ..comm import Comm, value_of_first
-from ..core.report import check_count
 from ..engine.common.files import identified_catalog
 from ..engine.common.step_folders import STEP_NAMES, StepNames, needed_keys
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
@@ -136,8 +135,8 @@ def known_names(
     return StepNames(tuple(value_of_first(comm, noted)))
 
 
-def check_memory_options(memory: Any, root: str, *, persist_every: int | str | None, read_only: bool) -> None:
-    """Raise a `UsageError` if ``memory=`` has a wrong type or a ``read_only`` manager, or `persist_every` stands alone."""
+def check_memory_options(memory: Any, root: str, *, persist_every: int | str | None, read_only: bool, incremental: bool) -> None:
+    """Raise a `UsageError` if ``memory=`` has a wrong type, or other options of a manager do not go with it."""
     if memory is None and persist_every is not None:
         raise UsageError(
             f"persist_every={persist_every!r}: how often saves go from memory to the store; pass memory=checkpoint.Memory(...) "
@@ -147,14 +146,8 @@ def check_memory_options(memory: Any, root: str, *, persist_every: int | str | N
         raise UsageError(f"memory={memory!r:.100}: pass a checkpoint.Memory, as in memory=checkpoint.Memory(copies=1), or None")
     if memory is not None and read_only:
         raise UsageError(f"{root}: this manager is read_only; memory= is for the job that saves")
-
-
-def checked_full_every(full_every: int, memory: Memory | None) -> int:
-    """Return the option ``full_every=``; raise a `UsageError` if it is not a number of saves, or is used with ``memory=``."""
-    if memory is not None:
+    if memory is not None and incremental:
         raise UsageError("incremental=True: saves to memory are always whole; pass incremental=True or memory=, not both")
-    check_count("full_every", full_every, 1)
-    return full_every
 
 
 @contextmanager

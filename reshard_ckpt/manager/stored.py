@@ -98,11 +98,6 @@ class StoredSteps:
         self._committed_since: set[int] = set()
 
     @property
-    def url(self) -> str:
-        """The URL of the run's root, for messages."""
-        return self._storage.url
-
-    @property
     def timeout_s(self) -> float:
         """The seconds for which requests to an object store are repeated."""
         return self._storage.hints.retry_s
@@ -329,7 +324,8 @@ class StoredSteps:
         return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
 
     def _is_current(self, step: int) -> bool:
-        return not self._lineage.current.superseded or not self._lineage.is_superseded(self._info(step).save_id)
+        superseded = self._lineage.current.superseded
+        return not superseded or self._info(step).save_id not in superseded
 
     def _is_copy(self, step: int) -> bool:
         """Return whether the folder of a step was saved as another step, so that it has the save id of that one."""

@@ -130,8 +130,10 @@ def find_generations(folder: Path) -> list[Generation]:
     found = []
     for path in files_in(folder, GENERATION_SUFFIX):
         with passing_over_gone(path), open(path, "rb", opener=_opened) as file:
+            # No more than the file has: `read` reserves address space for as much as it may read.
+            size = min(os.fstat(file.fileno()).st_size, NOTE.max_bytes + 1)
             try:
-                found.append(NOTE.decoded(file.read(NOTE.max_bytes + 1), where=str(path)))
+                found.append(NOTE.decoded(file.read(size), where=str(path)))
             except CorruptError:
                 if (name := _NAME.fullmatch(path.name)) is not None:
                     run, attempt, step, number, save_id = name.groups()

@@ -13,7 +13,7 @@ written from the beginning the next time.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import cast
@@ -35,7 +35,20 @@ COPY_BYTES = 4 << 20
 """Number of bytes that are read from memory, verified and written at once."""
 
 
-def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], storage: Storage) -> int:
+def verified_parts(storage: Storage, catalog: Catalog, key: str) -> Iterator[memoryview]:
+    """Read a shard file, and yield its bytes in parts, each valid until the next.
+
+    Raise `CorruptError` if the file is missing, or a block differs from its digest.
+    """
+    index = [file.key for file in catalog.files].index(key)
+    digests = open_files(storage, catalog, [index], [index])[index]
+    for at, part in read_parts(storage, key, catalog.files[index].size, COPY_BYTES):
+        if wrong_blocks([part], at, digests.values, digests.block_bytes):
+            raise CorruptError(f"{storage.url}: {key} is damaged; this copy is not used")
+        yield part
+
+
+def write_files(images: NodeImages, catalog: Catalog, keys: Collection[str], storage: Storage) -> int:
     """Copy shard files of a checkpoint in memory, and their digests files, to the store, and make their bytes durable.
 
     The names of the files in their folders become durable later, in `publish`. Raise `CorruptError` if a block in memory is
@@ -46,16 +59,11 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
     int
         Bytes of the shard files.
     """
-    source, index_of = cast(Storage, images), {file.key: index for index, file in enumerate(catalog.files)}
     num_bytes = 0
-    for key in keys:
-        entry = catalog.files[index_of[key]]
-        storage.delete([entry.key, entry.digests_key])  # leftovers of an attempt that was killed
-        digests = open_files(source, catalog, [index_of[key]], [index_of[key]])[index_of[key]]
+    for entry in [file for file in catalog.files if file.key in keys]:
+        storage.delete(entry.keys)  # leftovers of an attempt that was killed
         with storage.create(entry.key, entry.size) as writer:
-            for at, part in read_parts(source, entry.key, entry.size, COPY_BYTES):
-                if wrong_blocks([part], at, digests.values, digests.block_bytes):
-                    raise CorruptError(f"{images.url}: {entry.key} is damaged, so it is not written to {storage.url}")
+            for part in verified_parts(cast(Storage, images), catalog, entry.key):
                 writer.write(part)
         write_file(storage, entry.digests_key, images.read(entry.digests_key, 1 << 30))
         num_bytes += entry.size
@@ -145,20 +153,19 @@ def stored_save_id(storage: Storage, names: StepNames, step: int) -> str:
 
     Empty if there is no save, if its catalog is damaged, or if the folder is a copy of another step's folder.
     """
-    catalog = _catalog_in(read_previous(storage).catalog)
-    return "" if catalog is None or names.is_copy(step, catalog.folder) else catalog.lineage_id
+    return id_in(read_previous(storage).catalog, partial(names.is_copy, step))
 
 
-def id_in(catalog: bytes | None) -> str:
-    """Return the id, for the run's lineage, of the save with this encoded catalog; empty for no catalog or a damaged one."""
-    found = _catalog_in(catalog)
-    return "" if found is None else found.lineage_id
+def id_in(encoded: bytes | None, is_copy: Callable[[str], bool] = lambda folder: False) -> str:
+    """Return the id, for the run's lineage, of the save with this encoded catalog.
 
-
-def _catalog_in(encoded: bytes | None) -> Catalog | None:
+    Empty for no catalog, for a damaged one, and if `is_copy` is true of the name of the folder that it was saved to.
+    """
     with suppress(CorruptError):
-        return decode_catalog(encoded) if encoded else None
-    return None
+        catalog = decode_catalog(encoded) if encoded else None
+        if catalog is not None and not is_copy(catalog.folder):
+            return catalog.lineage_id
+    return ""
 
 
 def is_older(save_id: str, older: Collection[str], stored: str) -> bool:

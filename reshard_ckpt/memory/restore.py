@@ -21,17 +21,14 @@ from typing import Any, NamedTuple, cast
 from ..comm.links import Links, Serving
 from ..comm.protocol import Comm, merge_of_all, value_of_first
 from ..core.catalog.model import Catalog
-from ..engine.common.files import open_files
 from ..errors import CheckpointError
-from ..format.files import digests_file_bytes, wrong_blocks
+from ..format.files import digests_file_bytes
 from ..formats.source import Source
 from ..storage import Storage
-from ..storage.protocol import DISK, flat_bytes, read_parts
+from ..storage.protocol import DISK, flat_bytes
 from .generations import NOTE, Generation, NodeImages, files_here, find_generations
-from .persist import is_older
+from .persist import is_older, verified_parts
 from .topology import Topology
-
-VERIFY_BYTES = 1 << 20
 
 PEER_BYTES = 32 << 20
 """Number of bytes that are requested from another node at once."""
@@ -180,12 +177,20 @@ def _proposals(
                 if num_files >= 0:  # −1: the rank's note of the generation is damaged
                     told.num_files, told.older = num_files, older
                     told.knowing.append(rank)
-        counted = [
-            (order, told)
-            for order, told in sorted(found.items(), reverse=True)
-            if not told.knowing or not is_older(order[-1], told.older, stored(order[1]))
-        ]
-        return least, [told.proposal(order, comm.size) for order, told in counted]
+        proposals = []
+        for order, told in sorted(found.items(), reverse=True):
+            _, step, _, save_id = order
+            gone, line = told.num_files - len(told.owners), ""
+            if not told.knowing:
+                line = f"step {step} in memory: its catalog is damaged on every node that has it"
+            elif is_older(save_id, told.older, stored(step)):
+                continue
+            elif gone:
+                why = "on no node that is left" if told.is_lost else "damaged, or removed, on every node that had them"
+                line = f"step {step} in memory: {gone} of {told.num_files} files are {why}"
+            sender = -1 if len(told.knowing) == comm.size else next(iter(told.knowing), -1)
+            proposals.append(_Proposal(save_id, line, not told.is_lost, sender, {} if line else told.owners))
+        return least, proposals
 
     least, proposals = merge_of_all(comm, listed, proposed)
     return least, [_Proposal(*fields) for fields in proposals]
@@ -210,26 +215,6 @@ class _Told:
     owners: dict[str, list[int]] = field(default_factory=dict)
     knowing: list[int] = field(default_factory=list)
     is_lost: bool = False
-
-    def proposal(self, order: tuple[Any, ...], size: int) -> _Proposal:
-        """Make the proposal that all ranks load this generation, or the one that says why they cannot.
-
-        Parameters
-        ----------
-        order
-            The key by which the run's generations are sorted; its second field is the step, its last one the id of the save.
-        size
-            The number of ranks of the job.
-        """
-        _, step, _, save_id = order
-        gone, line = self.num_files - len(self.owners), ""
-        if not self.knowing:
-            line = f"step {step} in memory: its catalog is damaged on every node that has it"
-        elif gone:
-            why = "on no node that is left" if self.is_lost else "damaged, or removed, on every node that had them"
-            line = f"step {step} in memory: {gone} of {self.num_files} files are {why}"
-        sender = -1 if len(self.knowing) == size else next(iter(self.knowing), -1)
-        return _Proposal(save_id, line, not self.is_lost, sender, {} if line else self.owners)
 
 
 def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
@@ -270,15 +255,12 @@ def _verified(comm: Comm, folder: Path, topology: Topology, generation: Generati
 
 def whole_files(storage: Storage, catalog: Catalog, keys: Sequence[str]) -> list[str]:
     """Verify files block by block, and return the keys of the files that are undamaged."""
-    index_of = {file.key: index for index, file in enumerate(catalog.files)}
     whole = []
     for key in keys:
-        index = index_of[key]
         with suppress(CheckpointError):
-            digests = open_files(storage, catalog, [index], [index])[index]
-            parts = read_parts(storage, key, catalog.files[index].size, VERIFY_BYTES)
-            if not any(wrong_blocks([part], low, digests.values, digests.block_bytes) for low, part in parts):
-                whole.append(key)
+            for _ in verified_parts(storage, catalog, key):
+                pass
+            whole.append(key)
     return whole
 
 

@@ -6,7 +6,7 @@ import inspect
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from functools import partial
 from typing import Any
@@ -123,6 +123,9 @@ class MemoryRun:
         self._writing: Persisting | None = None
         self._newest: Generation | None = None
         self._stored: set[str] = set()
+        self._noted = threading.Event()
+        """Set once the last save that has begun is over, and noted here."""
+        self._noted.set()
         self._metrics: dict[int, float | None] = {}
 
     def attempt_begun(self) -> None:
@@ -170,12 +173,17 @@ class MemoryRun:
                 if steps and run.path != self._folder:
                     yield run.root, max(steps)
 
-    def _due(self, step: int) -> bool:
+    def _due(self, step: int, stored: str, older: Collection[str]) -> bool:
         """Decide on rank 0 whether the checkpoint of a step goes from memory to the store.
 
-        While another one is being written there, this happens only if the run's rule keeps the step.
+        While another one is being written there, this happens only if the run's rule keeps the step, or the store has an older
+        save of the step, or gets it: that one would be loaded once memory has forgotten the new one. `stored` is the id of the
+        save that the store had when the new save began, and `older` has those of all older saves.
         """
-        if self._keeps(step, self._metrics.pop(step, None)):
+        # Those on their way first: one that has come to the store is in `_stored` before its pin goes.
+        on_the_way = self._tier.pool.pinned
+        replaces = bool(stored) or not (on_the_way | self._stored).isdisjoint(older)
+        if self._keeps(step, self._metrics.pop(step, None)) or replaces:
             return self._rule.due(step, kept=True)
         return (self._writing is None or self._writing.done()) and self._rule.due(step)
 
@@ -226,19 +234,15 @@ class MemoryRun:
         by_name = open_session_by_name("persist", path, **self._session)
         handle = begin_save(path, state, chosen, choose)
         target, is_known = targets[0], threading.Event()
-        if target is None:
-
-            def stored(done: SaveHandle) -> None:
-                if not done.failed():
-                    self.forget(step)  # a generation of this step in memory is older
-                    self._on_stored(step)
-
-            handle.add_done_callback(stored)
-            return MemoryHandle(handle.running, None, lambda timeout: True)
+        before = self._noted
 
         def committed(done: SaveHandle) -> None:
+            before.wait()  # the thread of a later save may be the faster one, and ranks write to the store in the order of notes
             try:
-                if not done.failed() and target.generation is not None:
+                if target is None and not done.failed():
+                    self.forget(step)  # a generation of this step in memory is older
+                    self._on_stored(step)
+                elif target is not None and target.generation is not None and not done.failed():
                     self._newest = target.generation
                     if target.persists:
                         begun.append(self._persist(target.generation, path, by_name(target.generation.save_id)))
@@ -248,8 +252,11 @@ class MemoryRun:
                 is_known.set()
 
         handle.add_done_callback(committed)
+        self._noted = is_known
 
         def in_store(timeout: float | None) -> bool:
+            if target is None:
+                return True
             is_known.wait()
             return begun[0].wait(timeout) if begun else handle.running.save_id in self._stored
 
@@ -274,9 +281,9 @@ class MemoryRun:
                 return persist(comm, images, generation, keys, storage, grace_s=self._grace_s)
 
         def over(is_stored: bool, is_new: bool) -> None:
-            self._tier.pool.unpin(generation.save_id)
             if is_stored:
                 self._stored.add(generation.save_id)
+            self._tier.pool.unpin(generation.save_id)
             if is_new:
                 self._on_stored(generation.step)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from ..comm.links import Links
 from ..comm.protocol import Comm, merge_of_all, union
 from ..engine.common.tensor_bytes import empty_bytes, on_device
+from ..engine.saving.async_save import SaveTarget
 from ..engine.saving.commit import catalog_of
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipts, encode_receipt
 from ..engine.saving.options import SaveJob, Written
@@ -72,7 +73,8 @@ class Tier:
     named_store
         Returns the key-value store for a new name (`shared_store`); None if this process is on its own.
     due
-        Called on rank 0 at the commit of a step; returns whether the save also goes to the store.
+        Called on rank 0 at the commit with the step, the id of its save in the store, and the ids of all its older saves.
+        Returns whether the new save also goes to the store.
 
     Attributes
     ----------
@@ -89,7 +91,7 @@ class Tier:
         topology: Topology,
         rank: int,
         named_store: Callable[[str], Any],
-        due: Callable[[int], bool],
+        due: Callable[[int, str, Collection[str]], bool],
         *,
         timeout_s: float,
     ) -> None:
@@ -207,13 +209,16 @@ class Tier:
         timeout_s = self._timeout_s / 2
         ends = time.monotonic() + timeout_s
         try:
-            links, members = self._open_links(table.save_id, timeout_s)
+            number, members = self.topology.group_of(self.rank)
+            if self._links is None:
+                store, ended = self._named_store(f"{number}/{table.save_id}")
+                self._links = Links(store, ended, members.index(self.rank), len(members), timeout_s=timeout_s, members=members)
             head = torch.frombuffer(bytearray(table.encoded().ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
             heads = {source: empty_bytes(HEADER_BYTES) for source in sources}
             body, *bodies = (taken[rank].region()[: sizes[rank]] for rank in (self.rank, *sources))
             for own, theirs in ((head, heads.values()), (body, bodies)):
                 coming = dict(zip(map(members.index, sources), theirs, strict=True))
-                links.swap({members.index(target): own for target in targets}, coming, ends)
+                self._links.swap({members.index(target): own for target in targets}, coming, ends)
         except PeerError as error:
             self._links = None
             warnings.warn(f"this save has fewer copies in memory: {error}", stacklevel=2)
@@ -226,13 +231,6 @@ class Tier:
             except (CorruptError, NoRoom) as error:
                 warnings.warn(f"the copy of rank {source}'s images is not used: {error}", stacklevel=2)
         return held
-
-    def _open_links(self, save_id: str, timeout_s: float) -> tuple[Links, tuple[int, ...]]:
-        number, members = self.topology.group_of(self.rank)
-        if self._links is None:
-            store, ended = self._named_store(f"{number}/{save_id}")
-            self._links = Links(store, ended, members.index(self.rank), len(members), timeout_s=timeout_s, members=members)
-        return self._links, members
 
     # Commit
 
@@ -265,9 +263,9 @@ class Tier:
             # Generations are ordered by a counter, because clocks and random ids give no order. It is above the numbers of all
             # nodes.
             number = max(number for _, _, number in told)
-            stored = contents.before.catalog if contents.before else None
-            older = sorted({*saves_of(self.folder, step), id_in(stored)})
-            return catalog, holders, older, number, min(len(nodes) - 1 for nodes in holding), self._due(step)
+            stored = id_in(contents.before.catalog if contents.before else None)
+            older = sorted({*saves_of(self.folder, step), stored})
+            return catalog, holders, older, number, min(len(nodes) - 1 for nodes in holding), self._due(step, stored, older)
 
         answer = (encode_receipt(receipt), held, next_number(self.folder))
         catalog, holders, older, number, copies, persist = merge_of_all(job.comm, answer, published)
@@ -343,7 +341,7 @@ def seal_copy(slot: Slot, head: bytes) -> None:
     slot.seal(table)
 
 
-class MemoryTarget:
+class MemoryTarget(SaveTarget):
     """Where a save to memory puts the images of its files: slots of this rank, and of the ranks that hold copies."""
 
     def __init__(self, tier: Tier, step: int, taken: Mapping[int, Slot], sizes: Sequence[int]) -> None:

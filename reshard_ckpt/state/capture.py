@@ -167,15 +167,15 @@ def capture(
             find_memory(rows)
             out.add(rows, keys_of)
         if known is not None and seen is not None:
-            return Captured(known.tensors(seen), known.in_order(out.values), found, unused=known.unused)
+            return Captured(known.tensors(seen), tuple(out.values), found, unused=known.unused)
     if seen is not None and not warnings:
         # at[i]: index of tensor i in `seen.tensors`; -1 if `find_facts` has not seen it, and then the state cannot be kept
         index = {id(tensor): i for i, tensor in enumerate(seen.tensors)}
         at = [index.get(id(row.value), -1) for row in out.sources]
         if -1 not in at:
-            specs, values = tuple(spec for spec, _ in out.tensors), tuple(value.name for value in out.values)
+            specs = tuple(spec for spec, _ in out.tensors)
             members = [list(map(members_of, row.value)) for row in rows_of(trees, Kind.OPTIMIZERS)]
-            KNOWN.keep(key, Description(seen.places, specs, at, values, members, found, tuple(unused)))
+            KNOWN.keep(key, Description(seen.places, specs, at, members, found, tuple(unused)))
     return Captured(tuple(out.tensors), tuple(out.values), found, warnings, tuple(unused))
 
 

@@ -169,28 +169,20 @@ def dtensor_layout(tensor: Any, local_shape: Ints, name: str) -> Layout:
     """
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
     try:
-        return _KNOWN[id(mesh), id(placements)].layouts[shape, local_shape]
+        return _KNOWN[id(mesh), id(placements)][1][shape, local_shape]
     except KeyError:
         layout = _layout_on(mesh, tuple(placements), tuple(shape), local_shape, name)
     if len(_KNOWN) >= _MAX_KNOWN:
         _KNOWN.clear()
-    cached = _KNOWN.setdefault((id(mesh), id(placements)), _KnownLayouts(mesh, placements))
-    cached.layouts[shape, local_shape] = layout
+    _KNOWN.setdefault((id(mesh), id(placements)), ((mesh, placements), {}))[1][shape, local_shape] = layout
     return layout
 
 
-class _KnownLayouts:
-    """The cached layouts of DTensors with the same mesh and placements, by their global shape and their local shape.
+_KNOWN: dict[tuple[int, int], tuple[tuple[DeviceMesh, tuple[Placement, ...]], dict[tuple[Ints, Ints], Layout]]] = {}
+"""The cached layouts of DTensors by the ids of mesh and placements: these two objects, and the layouts by global and local shape.
 
-    It keeps the mesh and the placements alive, so that no other object can get their ids. None of these objects ever changes.
-    """
+The objects are kept alive, so that no others can get their ids. They never change."""
 
-    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-        self.held = mesh, placements
-        self.layouts: dict[tuple[Ints, Ints], Layout] = {}
-
-
-_KNOWN: dict[tuple[int, int], _KnownLayouts] = {}
 _MAX_KNOWN = 1 << 16
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..core.catalog.specs import Mesh, TensorSpec, ValueSpec
+from ..core.catalog.specs import Mesh, TensorSpec
 from ..core.planning.local_metadata import Memo
 from ..engine.common.tensor_bytes import LocalTensor
 from .dtensor import dtensor_class, local_tensors
@@ -59,7 +59,7 @@ class StateFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The cached description of a state: the specs of its tensors, and the names of its values.
+    """The cached description of a state: the specs of its tensors, and the parameters of its optimizers.
 
     Attributes
     ----------
@@ -67,8 +67,6 @@ class Description:
         Meshes and placements whose ids are among the facts, kept alive.
     specs, at
         The specs of tensors, and for each the index of its memory in `StateFacts.memories`.
-    values
-        The names of the values, in order.
     members
         For each optimizer in each row of optimizers, its name and the owners of its parameters.
     unused
@@ -78,7 +76,6 @@ class Description:
     places: list[Any]
     specs: Sequence[TensorSpec]
     at: Sequence[int]
-    values: Sequence[str]
     members: Sequence[Members]
     mesh: Mesh | None
     unused: tuple[str, ...]
@@ -102,11 +99,6 @@ class Description:
                         OptimizerView(name, list(zip(optimizer.param_groups, owners, strict=True)), (), ())
                         for optimizer, (name, owners) in zip(row.value, next(members), strict=True)
                     )
-
-    def in_order(self, values: Iterable[ValueSpec]) -> tuple[ValueSpec, ...]:
-        """Return the values in the order in which they were first described."""
-        by_name = {value.name: value for value in values}
-        return tuple([by_name[name] for name in self.values])
 
 
 def members_of(view: OptimizerView) -> tuple[str, list[tuple[Owner, ...]]]:

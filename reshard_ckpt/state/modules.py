@@ -4,8 +4,9 @@
    left unsharded back to its shards, so it must be called before any optimizer is looked at.
 2. Each key is followed down from the root module. A part of it that only leads through a wrapper (DDP, ``torch.compile``,
    activation checkpointing, ``AveragedModel``) is dropped; a user's submodule that happens to be called ``module`` stays.
-3. A load writes into the module's own tensors. If ``state_dict`` returns other tensors, made by a hook, ``load_state_dict`` is
-   called at the end. Extra state goes to ``set_extra_state`` of the module that gave it.
+3. A load writes into the module's own tensors. If ``state_dict`` returns other tensors, made by a hook, or the module's class has
+   a ``load_state_dict`` of its own, ``load_state_dict`` is called at the end. Extra state goes to ``set_extra_state`` of the
+   module that gave it.
 """
 
 from __future__ import annotations
@@ -295,7 +296,9 @@ class ModulesTarget:
             if state.flat is not None:
                 state.flat.finish()
             loaded = [(*taker, values[name]) for name, taker in state.opened.takers.items() if name in values]
-            if state.flat is not None or (state.opened.is_own and all(owner is not None for _, owner, _ in loaded)):
+            # A class with a method of its own may do more than copy, such as compute a table from the weights.
+            is_plain = state.opened.is_own and type(state.module).load_state_dict is nn.Module.load_state_dict
+            if state.flat is not None or (is_plain and all(owner is not None for _, owner, _ in loaded)):
                 for _, owner, value in loaded:
                     assert owner is not None
                     owner.set_extra_state(value)

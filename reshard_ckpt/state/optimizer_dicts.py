@@ -45,10 +45,8 @@ def is_numbered(value: Any) -> bool:
     >>> is_numbered({"state": {}, "param_groups": [{"lr": 0.1, "params": []}]})
     False
     """
-    if not isinstance(value, Mapping) or isinstance(value, PlainDict):
-        return False
-    state, groups = value.get("state"), value.get("param_groups")
-    return isinstance(state, Mapping) and are_numbered_groups(groups)
+    is_plain = not isinstance(value, Mapping) or isinstance(value, PlainDict)
+    return not is_plain and isinstance(value.get(STATE), Mapping) and are_numbered_groups(value.get(GROUPS))
 
 
 def are_numbered_groups(value: Any) -> bool:
@@ -80,11 +78,7 @@ def is_optimizer_tree(value: Mapping[Any, Any]) -> bool:
 
 def are_named_groups(value: Any) -> bool:
     """Tell whether a value is a list of parameter groups whose ``"params"`` are strings."""
-    return isinstance(value, list) and all(isinstance(group, dict) and _is_names(group.get("params")) for group in value)
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
+    return are_groups(value) and all(isinstance(name, str) for group in value for name in group["params"])
 
 
 def is_flattened(value: Any) -> bool:
@@ -160,7 +154,7 @@ def param_names(group: Mapping[str, Any]) -> list[str] | None:
     params, names = group.get("params"), group.get("param_names")
     if not isinstance(params, list | tuple) or not isinstance(names, list | tuple) or len(names) != len(params):
         return None
-    return list(names) if _is_names(names) else None
+    return list(names) if all(isinstance(name, str) for name in names) else None
 
 
 def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:

@@ -259,17 +259,28 @@ class OptimizersTarget:
 
 def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any], given: dict[int, torch.Tensor]) -> None:
     for key, value in saved.items():
-        present = group.get(key)
-        if isinstance(present, torch.Tensor):  # a captured graph may hold on to it
-            loaded = torch.as_tensor(value, dtype=present.dtype, device="cpu")
+        present: Any = group.get(key)
+        loaded = _fitted(value, present) if isinstance(present, torch.Tensor) else None
+        if loaded is not None:  # into the tensor that is there: a captured graph may hold on to it
             # Groups and optimizers made with one tensor share it. A group whose saved value is another one gets one of its own.
             if not torch.equal(given.setdefault(id(present), loaded), loaded):
                 present = group[key] = present.clone()
             present.data.copy_(loaded)  # it may require a gradient
-        elif isinstance(value, torch.Tensor) and isinstance(present, float | int):
+        elif isinstance(value, torch.Tensor) and value.numel() == 1 and isinstance(present, float | int):
             group[key] = value.item()
         else:
             group[key] = copy.deepcopy(value)
+
+
+def _fitted(value: Any, present: torch.Tensor) -> torch.Tensor | None:
+    """Return a saved hyperparameter as a tensor to copy into `present`; None if it is not a number, or would change."""
+    try:
+        fits = torch.can_cast(torch.as_tensor(value).dtype, present.dtype)
+        loaded = torch.as_tensor(value, dtype=present.dtype, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    loaded = loaded.reshape(()) if loaded.numel() == 1 else loaded
+    return loaded if fits and loaded.shape in ((), present.shape) else None
 
 
 def held_back(state: Any) -> tuple[list[Optimizer], list[torch.Tensor]]:

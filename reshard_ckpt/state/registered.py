@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
-from ..core.catalog.placements import KINDS, LocalRegion, PlacementKind, add_kind
+from ..core.catalog.placements import KINDS, LocalRegion, PlacementKind
 from ..core.catalog.specs import AxisPlacement, Ints
 from ..core.geometry.runs import Range
 from ..errors import LayoutError, UsageError
@@ -69,10 +69,12 @@ def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: b
     for option, function in (("recognize", recognize), ("cut", cut)):
         if not callable(function):
             raise UsageError(f"register_placement: {option}={function!r:.200}: pass a function")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UsageError(f"register_placement: {name!r:.80} is not an identifier; give it a name such as 'blocks'")
     new = _Registered(name, recognize, cut, flattens)
-    registered = getattr(KINDS[name].cut, "__self__", None) if name in KINDS else None
+    registered = getattr(KINDS.setdefault(name, new.kind()).cut, "__self__", None)
     if not (isinstance(registered, _Registered) and registered.is_as(new)):
-        add_kind(new.kind())
+        raise UsageError(f"register_placement: {name!r} is a kind of placement already; give it another name")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -109,11 +109,8 @@ class TouchedRows:
                 f"TouchedRows: {type(table).__name__} has no nn.Embedding, nn.EmbeddingBag or table of FBGEMM; pass a module "
                 "that has one, or the parameter itself"
             )
-        for register, call in (
-            (register_optimizer_step_pre_hook, self._before_step),
-            (register_optimizer_step_post_hook, self._after_step),
-        ):
-            self._handles.append(register(_WeakHook(call)))
+        self._handles.append(register_optimizer_step_pre_hook(_WeakHook(self._before_step)))
+        self._handles.append(register_optimizer_step_post_hook(_WeakHook(self._after_step)))
 
     def mark(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
         """Record that rows of a table, given by their indices, were changed outside of optimizer steps, such as by your own code.

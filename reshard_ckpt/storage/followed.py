@@ -5,10 +5,10 @@ It reads those files in the folders of the other checkpoints; it writes, lists a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from .protocol import Document, Hints, Storage
+from .protocol import Hints, Storage
 
 
 def _of_own(name: str) -> Any:
@@ -16,6 +16,16 @@ def _of_own(name: str) -> Any:
 
     def call(self: FollowedStorage, *args: Any, **options: Any) -> Any:
         return getattr(self._own, name)(*args, **options)
+
+    return call
+
+
+def _of_place(name: str) -> Any:
+    """Make a method of `FollowedStorage` that calls the method `name` of the store that has the key, its first argument."""
+
+    def call(self: FollowedStorage, key: str, *args: Any) -> Any:
+        storage, key = self._place(key)
+        return getattr(storage, name)(key, *args)
 
     return call
 
@@ -48,25 +58,11 @@ class FollowedStorage(Storage):
     def hints(self) -> Hints:
         return self._own.hints
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        storage, key = self._place(key)
-        storage.read_into(key, offset, buffers)
-
-    def document(self, key: str, limit: int) -> Document:
-        storage, key = self._place(key)
-        return storage.document(key, limit)
-
-    def size(self, key: str) -> int | None:
-        storage, key = self._place(key)
-        return storage.size(key)
-
-    def stamp(self, key: str) -> object:
-        storage, key = self._place(key)
-        return storage.stamp(key)
-
-    def first_stamp(self, key: str) -> object:
-        storage, key = self._place(key)
-        return storage.first_stamp(key)
+    read_into = _of_place("read_into")
+    document = _of_place("document")
+    size = _of_place("size")
+    stamp = _of_place("stamp")
+    first_stamp = _of_place("first_stamp")
 
     def copy(self, source: Storage, key: str, to: str) -> bool:
         if source is self:

@@ -124,7 +124,7 @@ class LocalStorage(Storage):
     def _folder(self, folders: Sequence[str], *, make: bool = False) -> Iterator[int]:
         """Open a folder below the root, and yield its descriptor. Symbolic links below the root are not followed."""
         if make and not os.path.isdir(self._root):
-            _make_root(os.path.realpath(self._root))  # a link to a folder that is not there yet
+            make_durable_folder(os.path.realpath(self._root))  # a link to a folder that is not there yet
             self._is_root_durable = True
         with ExitStack() as stack:
             fd = stack.enter_context(_opened(self._root, FOLDER))
@@ -374,14 +374,14 @@ def _kept(errors: list[StorageError]) -> Iterator[None]:
         errors.append(error)
 
 
-def _make_root(path: str) -> None:
-    """Make a folder and the missing folders above it, and sync the folder above each.
+def make_durable_folder(path: str) -> None:
+    """Make a folder and the missing folders above it, durably: sync the folder above each.
 
     `LocalStorage.sync` looks no further up than the folder above the root.
     """
     above = os.path.dirname(path)
     if not os.path.isdir(path):
-        _make_root(above)
+        make_durable_folder(above)
         with suppress(FileExistsError):
             os.mkdir(path, _FOLDER_MODE)
     # Also if it existed: its maker may have been killed before it synced. A folder that this user cannot read is not ours.

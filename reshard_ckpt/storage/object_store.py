@@ -268,28 +268,28 @@ class ObjectStorage(Storage):
         path = f"{self._prefix}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:8]}/{PROBE}"
 
         def put(data: bytes, mode: Any) -> Any:
-            try:
-                return obstore().put(client, path, data, mode=mode, use_multipart=False)
-            except Exception as error:
-                if is_refusal(error):
-                    return None
-                raise
+            def request() -> Any:
+                try:
+                    return obstore().put(client, path, data, mode=mode, use_multipart=False)
+                except Exception as error:
+                    if is_refusal(error):
+                        return None
+                    raise
+
+            return self._ask("write", f"{url}: {path}", request)
 
         try:
-            with explained("write", f"{url}: {path}"):
-                first = _version_of(put(b"1", "overwrite"))
-                # The two that wait for nothing else at once: each would be a round trip.
-                created, second = map_at_once(self, partial(put, b"2"), ("create", _update(first, quoted=True)))
-                quoted = second is not None
-                if created is not None:
-                    raise _ignores(url, "If-None-Match: * (create)")
-                if not quoted and put(b"3", _update(first, quoted=False)) is None:
-                    raise ConditionsIgnored(
-                        f"{url}: this server refuses If-Match with an object's own ETag, quoted or not; {_USE}"
-                    )
-                if put(b"4", _update(first, quoted)) is not None:
-                    raise _ignores(url, "If-Match (update)")
-                return quoted
+            first = _version_of(put(b"1", "overwrite"))
+            # The two that wait for nothing else at once: each would be a round trip.
+            created, second = map_at_once(self, partial(put, b"2"), ("create", _update(first, quoted=True)))
+            quoted = second is not None
+            if created is not None:
+                raise _ignores(url, "If-None-Match: * (create)")
+            if not quoted and put(b"3", _update(first, quoted=False)) is None:
+                raise ConditionsIgnored(f"{url}: this server refuses If-Match with an object's own ETag, quoted or not; {_USE}")
+            if put(b"4", _update(first, quoted)) is not None:
+                raise _ignores(url, "If-Match (update)")
+            return quoted
         finally:
             with suppress(Exception):
                 obstore().delete(client, path)

@@ -145,7 +145,8 @@ class _Parts:
                 state = (1, tuple(value.shape), value.dtype, False, np.ascontiguousarray(value).tobytes())
                 return FunctionCall(_numpy("_reconstruct"), (Global("numpy", "ndarray"), (0,), b"b"), state=state)
             case np.dtype():
-                return _dtype(value)
+                made_by: Any = value.__reduce__()  # numpy's own arguments and state: it crashes if it reads others
+                return FunctionCall(Global("numpy", "dtype"), made_by[1], state=made_by[2])
         raise UnsupportedError(
             f"{self.name}: {type_in_words(value)} has no place in a checkpoint of Megatron; leave it out with exclude=, or "
             "save a plain value"
@@ -174,14 +175,6 @@ class _Parts:
 def _numpy(name: str) -> Global:
     """Return a reference to a function of numpy by the module that it has in numpy 1; numpy 2 finds it there too."""
     return Global("numpy.core.multiarray", name)
-
-
-def _dtype(value: np.dtype[Any]) -> FunctionCall:
-    order = value.str[0]
-    # The state that numpy pickles: version 3, byte order, three fields of structured dtypes, item size and alignment (of strings
-    # alone), flags. The arguments: the code without byte order, not aligned, copied.
-    state = (3, order, None, None, None, *((-1, -1, 0) if value.kind not in "SU" else (value.itemsize, value.alignment, 8)))
-    return FunctionCall(Global("numpy", "dtype"), (value.str[1:], False, True), state=state)
 
 
 _HOOKS = FunctionCall(Global("collections", "OrderedDict"), ())

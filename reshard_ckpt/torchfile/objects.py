@@ -63,6 +63,8 @@ class _Called(StandInObject):
         if self.kind.name == "deque":  # made empty, and then filled
             self.state = self.state or []
             self.state += items
+        elif self.kind.name == "set" and self.arguments and type(self.arguments[0]) is list:
+            self.arguments[0].extend(items)
         else:
             super().take(items)
 
@@ -269,6 +271,9 @@ class PlainValues:
         code, order = arguments[0], state[1] if isinstance(state, tuple) and len(state) > 1 else "|"
         if not isinstance(code, str) or order not in ("<", ">", "|", "="):
             raise ValueError("a dtype of numpy without a code")
+        if code in ("M8", "m8"):  # a time or a time span: the last part of the state has its unit
+            unit, count, *_ = state[8][1]
+            code = f"{code}[{count}{unit.decode()}]"
         found: np.dtype[Any] = np.dtype(code)
         if order == ">":
             found = found.newbyteorder(">")

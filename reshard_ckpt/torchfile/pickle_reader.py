@@ -6,8 +6,8 @@ that is not in the table is an error with its name.
 
 A hostile stream must not exhaust the machine either, so every operation is cheap, and objects take memory in proportion to the
 stream. Strings and numbers are no longer than the bytes that spell them, memo entries are counted, and calls get a few small
-arguments. Keys of dicts are strings, stand-ins, numbers below 2⁶⁰, or flat tuples of constants: the hash of a nested tuple
-may take for ever, and larger numbers can be chosen to collide. Nothing is walked recursively, so depth costs nothing.
+arguments. Keys of dicts are strings, bytes, None, stand-ins, numbers below 2⁶⁰, or flat tuples of constants: the hash of a nested
+tuple may take for ever, and larger numbers can be chosen to collide. Nothing is walked recursively, so depth costs nothing.
 
 A file may also hold a user's own values. The result of a call that the table does not allow, an object whose content is not read,
 and a key of any other kind become an `Opaque`, which holds only a name. So one such value does not make the file unreadable: only
@@ -26,9 +26,6 @@ from ..errors import CorruptError, UnsupportedError
 
 MAX_ARGUMENTS = 64
 """The most arguments of a call in a pickle, and the most dims of a size; no tensor has as many."""
-
-_MAX_INT_BYTES = 16
-"""The most bytes of an integer in a pickle. Longer ones take quadratic time to print, and no checkpoint has one."""
 
 _MAX_INT_KEY = 2**60
 """Integers that are keys of dicts must be below this: larger ones can be chosen to have one hash, which makes dicts slow."""
@@ -281,7 +278,7 @@ def _is_attributes(state: Any) -> bool:
 
 def _key(key: Any) -> Any:
     # Larger integers can be chosen to have the same hash, which makes the dict slow.
-    if isinstance(key, str | StandInObject) or (type(key) is int and abs(key) < _MAX_INT_KEY):
+    if isinstance(key, str | bytes | bool | None | StandInObject) or (type(key) is int and abs(key) < _MAX_INT_KEY):
         return key
     # Constants of the table, such as dtypes, hash by their address, and strings by a secret; nobody can choose them to collide.
     if type(key) is tuple and len(key) <= MAX_ARGUMENTS and not any(isinstance(part, tuple | int | float) for part in key):
@@ -319,15 +316,19 @@ def _extend(machine: _Machine, low: int) -> None:
     del stack[low:]
 
 
+def _called(machine: _Machine, name: str, argument: Any) -> Any:
+    """Make an object as if the pickle called a class of Python: operations of newer protocols do without the call."""
+    kind = machine.look_up("builtins", name)
+    return kind.make(argument) if type(kind) is StandInFunction else Opaque(name)
+
+
+def _frozenset(machine: _Machine) -> None:
+    low = machine.marks.pop()
+    machine.stack[low:] = [_called(machine, "frozenset", machine.stack[low:])]
+
+
 def _shown(value: Any) -> str:
     return value.name if isinstance(value, StandInClass | StandInFunction) else type_in_words(value)
-
-
-def _long(machine: _Machine) -> int:
-    size = machine.number(1)
-    if size > _MAX_INT_BYTES:
-        raise ValueError(f"a number of {size} bytes")
-    return int.from_bytes(machine.take(size), "little", signed=True)
 
 
 def _move_into_place(size: int) -> Callable[[_Machine], None]:
@@ -369,22 +370,24 @@ def _pushed(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
 
 
 _VALUES: dict[int, Callable[[_Machine], Any]] = {
-    # BINUNICODE, BINUNICODE8; SHORT_BINBYTES, BINBYTES, BINBYTES8: bytes of the length, then the text or the bytes
+    # BINUNICODE, BINUNICODE8; SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8: bytes of the length, then the text or the bytes
     0x58: lambda machine: machine.take(machine.number(4)).decode(),
     0x8D: lambda machine: machine.take(machine.number(8)).decode(),
     0x43: lambda machine: machine.take(machine.number(1)),
     0x42: lambda machine: machine.take(machine.number(4)),
     0x8E: lambda machine: machine.take(machine.number(8)),
+    0x96: lambda machine: _called(machine, "bytearray", machine.take(machine.number(8))),
     # BININT2, BININT, LONG1, BINFLOAT
     0x4D: lambda machine: machine.number(2),
     0x4A: lambda machine: int.from_bytes(machine.take(4), "little", signed=True),
-    0x8A: _long,
+    0x8A: lambda machine: int.from_bytes(machine.take(machine.number(1)), "little", signed=True),
     0x47: lambda machine: struct.unpack(">d", machine.take(8))[0],
-    # NONE, NEWTRUE, NEWFALSE, EMPTY_LIST
+    # NONE, NEWTRUE, NEWFALSE, EMPTY_LIST, EMPTY_SET
     0x4E: lambda machine: None,
     0x88: lambda machine: True,
     0x89: lambda machine: False,
     0x5D: lambda machine: [],
+    0x8F: lambda machine: _called(machine, "set", []),
     # STACK_GLOBAL, GLOBAL, BINPERSID
     0x93: _stack_global,
     0x63: lambda machine: machine.look_up(_line(machine), _line(machine)),
@@ -397,11 +400,13 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     # PROTO and FRAME. The length of a frame is a hint for reading ahead, and not needed here.
     0x80: _protocol,
     0x95: lambda machine: (machine.number(8), None)[1],
-    # TUPLE3, APPEND, APPENDS, SETITEM
+    # TUPLE3, APPEND, APPENDS, SETITEM, ADDITEMS, FROZENSET
     0x87: _tuple3,
     0x61: lambda machine: _extend(machine, len(machine.stack) - 1),
     0x65: lambda machine: _extend(machine, machine.marks.pop()),
     0x73: _set_item,
+    0x90: lambda machine: _extend(machine, machine.marks.pop()),
+    0x91: _frozenset,
     # BINPUT, LONG_BINPUT: set a memo entry, whose index has one byte or four
     0x71: _move_into_place(1),
     0x72: _move_into_place(4),

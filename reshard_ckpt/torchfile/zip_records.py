@@ -16,7 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from ..errors import CorruptError, UnsupportedError
 from ..storage.protocol import Storage
@@ -237,26 +237,20 @@ def whole_record(record: ZipRecord, data: bytes) -> bytes:
 def directory(records: Sequence[ZipRecord], crcs: Iterable[int]) -> bytes:
     """Return the last bytes of a zip: the directory of its records, with the CRC-32 of each."""
     end = _End(records[-1].end)
-    with zipfile.ZipFile(cast(BinaryIO, end), "w") as archive:
+    with zipfile.ZipFile(end, "w") as archive:
         archive.filelist += (record.info(crc) for record, crc in zip(records, crcs, strict=True))
-    return bytes(end.data)
+    return end.getvalue()
 
 
-class _End:
-    """A file for `zipfile` to write the end of a zip to, whose bytes it collects in `data`; it begins at byte `begin` of the zip.
-
-    It has no `seek`, as a stream. That of `io.RawIOBase` takes no position beyond 2 GiB from Python 3.12 on.
-    """
+class _End(io.BytesIO):
+    """A file for `zipfile` to write the end of a zip to; it begins at byte `begin` of the zip, and cannot seek, as a stream."""
 
     def __init__(self, begin: int) -> None:
-        self._begin, self.data = begin, bytearray()
-
-    def flush(self) -> None:
-        pass
+        super().__init__()
+        self._begin = begin
 
     def tell(self) -> int:
-        return self._begin + len(self.data)
+        return self._begin + super().tell()
 
-    def write(self, data: Any) -> int:
-        self.data += data
-        return len(data)
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        raise io.UnsupportedOperation("a stream")

@@ -38,7 +38,7 @@ from reshard_ckpt.errors import (
 )
 from reshard_ckpt.format.dtypes import TORCH_DTYPES
 from reshard_ckpt.formats import destination
-from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
+from reshard_ckpt.storage import LocalStorage, LocksUnsupported, local, open_storage
 from reshard_ckpt.storage.posix import FileLock
 from reshard_ckpt.torchfile.mapped import read_records
 from tests.checkpoint.test_resharding import files_of
@@ -874,13 +874,21 @@ def test_where_there_are_no_locks_conversions_work_alone_and_leave_the_folders_o
     assert sorted(os.listdir(tmp_path)) == [other.name, "n", "out"]
 
 
+def test_the_folders_above_a_new_place_are_durable(tmp_path: Path):
+    checkpoint.save(tmp_path / "n", {"model": {"w": torch.ones(3)}})
+    with patch.object(local, "sync_folder") as synced:
+        checkpoint.convert(tmp_path / "n", tmp_path / "a" / "b" / "out")
+    assert {str(tmp_path), str(tmp_path / "a")} <= {call.args[0] for call in synced.call_args_list}
+
+
 @pytest.mark.parametrize("config", ['{"dtype": null}', "[1]", "[" * 100_000], ids=["no dtype", "no dict", "too deep"])
 def test_config_and_tokenizer_go_along(tmp_path: Path, config: str):
     source = tmp_path / "hub"
     source.mkdir()
     save_file({"w": torch.ones(3), "v": torch.ones(2).half(), "i": torch.ones(9).int()}, source / "model.safetensors")
     kept = {"config.json": config, "tokenizer.json": '{"dtype": "float32"}', "merges.txt": "a b", "spiece.model": "x"}
-    for name, text in {**kept, "train.log": "no", "x.py": "no", "old.bin.index.json": "no"}.items():
+    indices = ("old.bin.index.json", "model.safetensors.index.fp16.json")
+    for name, text in {**kept, **dict.fromkeys(("train.log", "x.py", *indices), "no")}.items():
         (source / name).write_text(text)
     checkpoint.convert(source, tmp_path / "out", cast={"*": "bfloat16"})
     assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir() if p.suffix != ".safetensors"} == kept

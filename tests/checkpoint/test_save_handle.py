@@ -104,12 +104,12 @@ def test_a_save_that_begins_while_another_thread_waits_its_turn_is_not_forgotten
     first = checkpoint.async_save(tmp_path / "a", weights())
     first.result()
     queue = SaveQueue()
-    queue.join(first)
+    queue.begun.append(first)
     failed = checkpoint.async_save(tmp_path / "file", weights())
     wait = first.running.wait
 
     def meanwhile(timeout: float | None = None) -> BaseException | None:
-        queue.join(failed)  # as another thread does
+        queue.begun.append(failed)  # as another thread does
         return wait(timeout)
 
     first.running.wait = meanwhile  # type: ignore[method-assign]

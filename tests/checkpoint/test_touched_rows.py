@@ -543,10 +543,13 @@ def rounded(rows: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.tensor([packed_one_by_one(row, bits)[1] for row in rows.tolist()], dtype=torch.float32).view(rows.shape)
 
 
+ways = st.sampled_from(["save", "async", "small", "lazy"])
+
+
 @examples(10)
-@given(st.sampled_from(BITS), st.sampled_from(["touched", "most_used"]), st.lists(uses, min_size=1, max_size=4))
+@given(st.sampled_from(BITS), st.sampled_from(["touched", "most_used"]), st.lists(st.tuples(ways, uses), min_size=1, max_size=4))
 def test_chosen_rows_are_rounded_and_all_else_is_exact(
-    tmp_path_factory: pytest.TempPathFactory, bits: int, policy: str, saves: list[list[list[int]]]
+    tmp_path_factory: pytest.TempPathFactory, bits: int, policy: str, saves: list[tuple[str, list[list[int]]]]
 ):
     root, name, job = tmp_path_factory.mktemp("run"), "model.table.weight", Job("adagrad")
     tracker = TouchedRows(job.model, policy=policy, bits=bits)
@@ -554,16 +557,17 @@ def test_chosen_rows_are_rounded_and_all_else_is_exact(
     checkpoint.save(root / "0", job.state, rows=tracker)
     assert_holds(root / "0", job.values())
     wanted = job.values()[name]
-    for n, steps in enumerate(saves, 1):
+    for n, (how, steps) in enumerate(saves, 1):
         for one in steps:
             job.step(one)
         used = sorted({row for one in steps for row in one})
         wanted[used] = rounded(job.table.detach()[used], bits)
         options: dict[str, Any] = {"base": root / str(n - 1), "rows": tracker}
-        if n % 2:
+        if how == "save":
             checkpoint.save(root / str(n), job.state, **options)
         else:
-            checkpoint.async_save(root / str(n), job.state, **options, host_buffer_bytes=16 << 20).result()
+            more = {"small": {"host_buffer_bytes": 16 << 20}, "lazy": {"staging": "lazy"}}.get(how, {})
+            checkpoint.async_save(root / str(n), job.state, **options, **more).result()
         assert_holds(root / str(n), job.values() | {name: wanted})
         assert checkpoint.verify(root / str(n)).ok
         assert checkpoint.catalog(root / str(n)).lossy[name].endswith(f"rows in {bits} bits")

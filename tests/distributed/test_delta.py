@@ -119,15 +119,16 @@ def test_only_changed_runs_cross(dtype: torch.dtype, engine: torch.dtype, staged
         into["b"] = LocalShard(torch.zeros_like(into["b"].tensor), (ROWS, COLUMNS), (0, COLUMNS // 2))
     replaced = push.run().bytes_read
     assert trains or (replaced >= part // 2) == (rank == 3)
-    # A push that fails on one rank fails on all, and the next one mends what it left.
-    for name in ("c",) if trains else ():
-        src[name].tensor += 1
-    fails = mock.patch.object(DeltaMover, "unpack", side_effect=OSError("no")) if rank == 2 else nullcontext()
-    with fails, pytest.raises(PeerError):
+    # A push that fails on one rank, in any of its steps, fails on all, and the next one mends what it left.
+    for step_of_mover, failing in (("_claim", 2), ("_sizes_for", 1), ("unpack", 2)):
+        for name in ("c",) if trains else ():
+            src[name].tensor += 1
+        fails = mock.patch.object(DeltaMover, step_of_mover, side_effect=OSError("no")) if rank == failing else nullcontext()
+        with fails, pytest.raises(PeerError):
+            push.run()
         push.run()
-    push.run()
-    whole.run()
-    assert is_pushed()
+        whole.run()
+        assert is_pushed()
 
 
 @on_ranks(2)

@@ -264,9 +264,11 @@ def test_an_argument_that_one_rank_may_not_pass_is_refused_on_all_ranks_at_once(
             "exclude": lambda: fast.async_save(1, state, exclude="w" if wrong else []),
             "host_buffer_bytes": lambda: checkpoint.prepare(state, host_buffer_bytes=0 if wrong else None),
             "alive": lambda: checkpoint.recover(state, alive=None if wrong else True, manager=manager),  # type: ignore[arg-type]
+            "keep_last": lambda: checkpoint.Manager(tmp_path / "new", keep_last=0 if wrong else 1),
+            "max_failures": lambda: checkpoint.Manager(tmp_path / "new", on_failure="warn", max_failures=0 if wrong else 1),
         }
         for option, call in calls.items():
-            with pytest.raises(UsageError, match=f"^{option}=" if wrong else f"^rank 1: {option}="):
+            with pytest.raises(UsageError, match=f"^{option}" if wrong else f"^rank 1: {option}"):
                 call()
             assert checkpoint.load(tmp_path / "a", state).num_tensors == 1
     with pytest.raises(CheckpointNotFound, match="pass manager= or path= to go back"):

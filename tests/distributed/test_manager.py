@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,21 @@ def test_rank_0_alone_chooses_the_base_of_an_incremental_save(tmp_path: Path):
     """Else all ranks of a large job read a catalog for each save, and differ where one does not see it yet."""
     first, second, third = map(sum, zip(*run_ranks(incremental_saves, 2, str(tmp_path)), strict=True))
     assert (first, second, third) == (0, 8 << 17, 8 << 17)
+
+
+@on_ranks(2)
+def test_a_root_whose_name_is_not_utf_8(tmp_path: Path):
+    """Such as a folder of Latin-1, or any name with ``ü`` in a process whose encoding is ASCII."""
+    rank, root = dist.get_rank(), Path(os.fsdecode(os.fsencode(tmp_path) + b"/L\xfcbeck"))
+    checkpoint.save(root / "first", state(rows(1, rank), rank))
+    checkpoint.save(root / "second", state(rows(2, rank), rank), base=root / "first")
+    with Manager(root / "run") as manager:
+        manager.save(3, state(rows(3, rank), rank))
+        into = [torch.zeros(2, 5) for _ in range(3)]
+        checkpoint.load(root / "first", state(into[0], rank))
+        checkpoint.load(root / "second", state(into[1], rank), read_once=True)
+        assert manager.load_latest(state(into[2], rank)).step == 3
+    assert all(torch.equal(found, rows(step, rank)) for step, found in enumerate(into, 1))
+    if rank == 0:
+        checkpoint.convert(root / "first", root / "copy", to="reshard")
+        assert torch.equal(checkpoint.read(root / "copy")["w"], torch.cat([rows(1, 0), rows(1, 1)]))

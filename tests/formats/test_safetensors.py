@@ -381,6 +381,13 @@ def test_a_single_file_beside_an_index_that_does_not_name_it_is_ambiguous():
     assert checkpoint.read(f"{path}/model.safetensors")["model.w"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "diffusion_pytorch_model.safetensors"])
+def test_a_single_file_counts_if_a_later_save_has_replaced_all_files_of_the_index(name: str):
+    """transformers and diffusers delete the files of an earlier save into the folder, but not their index."""
+    files = {name: plain_file({"w": torch.ones(2)}), f"{name}.index.json": index({"w": "model-00001-of-00001.safetensors"})}
+    assert checkpoint.read(in_memory(files))["model.w"].tolist() == [1, 1]
+
+
 def test_a_dtype_that_torch_lacks_is_named():
     data = file_bytes({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, bytes(1))
     with pytest.raises(UnsupportedError, match="F4"):

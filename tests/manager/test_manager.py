@@ -22,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt import checkpoint
+from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory, saving
 from reshard_ckpt.checkpoint.listing import list_run
 from reshard_ckpt.engine.common.files import open_catalog
@@ -314,6 +314,26 @@ def test_nothing_of_a_damaged_one_stays_where_not_all_is_loaded(option: dict[str
     assert not loaded["b"].any()
 
 
+def test_nothing_of_it_stays_on_the_ranks_that_read_no_damaged_byte(tmp_path: Path):
+    def row(rank: int, value: float) -> LocalShard:
+        return LocalShard(torch.full((1, 300_000), value), (2, 300_000), (rank, 0))
+
+    with jobs() as make:
+        job = make(2)
+        managers = job.run(lambda rank: Manager(tmp_path))
+        job.run(lambda rank: managers[rank].save(1, {"w": row(rank, 1.0)}))
+        job.run(lambda rank: managers[rank].save(2, {"w": row(rank, 2.0), "b": row(rank, 2.0)}))
+        damage(str(tmp_path), 2)  # in the file of one rank
+        states = [{"w": row(rank, 0.0), "b": row(rank, 0.0)} for rank in range(2)]
+        with pytest.warns(UserWarning, match="passed over"):
+            loaded = job.run(lambda rank: managers[rank].load_latest(states[rank], allow_missing=["b"]))
+        job.run(lambda rank: managers[rank].close())
+    assert [one.step for one in loaded] == [1, 1]
+    for of_rank in states:
+        assert (of_rank["w"].tensor == 1).all()
+        assert not of_rank["b"].tensor.any()
+
+
 # --- what others do ---
 
 
@@ -598,7 +618,11 @@ if how == "own handler":
     signal.signal(signal.SIGTERM, lambda *_: (print("own", flush=True), sys.exit(7)))
 grace = {"plain": False, "short": 0.2}.get(how, 600.0)
 manager = checkpoint.Manager(root, keep_last=1, finish_on_sigterm=grace)
-manager.async_save(1, {"w": torch.arange(1000.0)})
+state = {"w": torch.arange(1000.0)}
+if how == "in a thread":
+    threading.Thread(target=manager.save, args=(1, state)).start()
+else:
+    manager.async_save(1, state)
 assert began.wait(600)
 if grace == 600:
     threading.Timer(0.2, go.set).start()  # the commit comes well after the signal
@@ -607,9 +631,10 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("finish", -signal.SIGTERM), ("own handler", 7)])
+@pytest.mark.parametrize(("how", "code"), [("finish", -signal.SIGTERM), ("own handler", 7), ("in a thread", -signal.SIGTERM)])
 def test_sigterm_finishes_the_save_and_then_does_what_it_did(tmp_path: Path, how: str, code: int):
-    done = subprocess.run([warm_python(), "-c", SCRIPT, tmp_path, how], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [warm_python(), "-c", SCRIPT, tmp_path, how]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == code, done.stderr
     assert ("own" in done.stdout) == (how == "own handler")
     with Manager(tmp_path) as manager:  # the dead job's lock is gone

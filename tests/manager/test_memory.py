@@ -1,4 +1,4 @@
-"""A manager with a memory tier keeps what its rule says: the best and the regular saves go to the store."""
+"""A manager with a memory tier: what its rule keeps goes to the store, and it lists the steps of memory and store together."""
 
 from __future__ import annotations
 
@@ -33,3 +33,17 @@ def test_regular_saves_go_to_the_store_and_the_interval_counts_from_them(tmp_pat
         assert [step for step in range(1, 12) if manager.async_save(step, state(step)).persisted()] == [4, 5, 9, 10]
     with Manager(tmp_path, read_only=True) as reader:
         assert reader.steps() == [5, 10, 11]
+
+
+def test_the_newest_step_is_that_of_memory_or_of_the_store(tmp_path: Path, shm: Path):
+    with Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1000) as manager:
+        assert (manager.latest(), manager._restoring.newest(), manager.best()) == (None, None, None)
+        saves = (
+            (lambda: manager.async_save(1, state(1), metric=5.0).result(), 1, 1),  # in memory alone
+            (lambda: manager.save(2, state(2), metric=1.0), 2, 1),
+            (lambda: manager.async_save(3, state(3), metric=9.0).result(), 3, 3),
+        )
+        for save, newest, best in saves:
+            save()
+            assert (manager.latest(), manager._restoring.newest(), manager.best()) == (newest, newest, best)
+        assert manager.steps() == [1, 2, 3]

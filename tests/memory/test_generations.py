@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import threading
 from dataclasses import replace
@@ -83,6 +84,28 @@ def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, memory: 
         manager.load(5, into)
         assert_is(into, 5)
         killed(manager)
+
+
+def test_a_save_counts_in_memory_though_the_one_that_it_was_newer_than_is_gone_from_the_store(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        manager.save(5, state(51))
+        manager.async_save(5, state(5)).result()
+        killed(manager)
+    shutil.rmtree(tmp_path / "step_5")
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        assert loaded(manager) == (5, "memory")
+
+
+def test_a_newer_save_of_a_step_that_the_store_has_goes_to_the_store_too(tmp_path: Path, shm: Path):
+    """Else the older one would be loaded, as that step, once memory has forgotten the newer one."""
+    memory = Memory(copies=0, folder=str(shm), generations=1)
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        manager.save(5, state(51))
+        assert manager.async_save(5, state(5)).persisted()
+        assert not manager.async_save(6, state(6)).persisted()
+        into = state(0)
+        manager.load(5, into)
+        assert_is(into, 5)
 
 
 @pytest.mark.parametrize("how", ["save", "no room"])
@@ -369,3 +392,18 @@ def test_what_is_loaded_unverified_is_not_read_twice_to_verify_it(
     assert_is(into, 1)
     assert not verified
     killed(manager)
+
+
+def test_a_process_with_little_address_space_finds_its_generations(tmp_path: Path, memory: Memory):
+    """As under ``ulimit -v``, or where the kernel grants no more than it has (``vm.overcommit_memory=2``)."""
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        manager.async_save(1, state(1)).result()
+        killed(manager)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), before[1]))
+    try:
+        found = find_generations(run_path(memory.folder, str(tmp_path)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert [held.step for held in found] == [1]

@@ -21,7 +21,7 @@ from reshard_ckpt.comm.group import Group
 from reshard_ckpt.comm.node import Neighbours
 from reshard_ckpt.comm.peers import Machine
 from reshard_ckpt.comm.sessions import current_group
-from reshard_ckpt.engine.saving import agreement
+from reshard_ckpt.engine.saving import agreement, async_save
 from reshard_ckpt.engine.saving.handle import SaveQueue
 from tests.comm.threads import run_together
 
@@ -96,6 +96,7 @@ def jobs() -> Iterator[type[Job]]:
     with (
         mock.patch.object(comm_module, "current_group", group_of_thread),
         mock.patch.object(saving, "SAVES", saves),
+        mock.patch.object(async_save, "SAVES", saves),
         mock.patch.object(loading, "SAVES", saves),
         mock.patch.object(agreement.agree, "__defaults__", (OfRank("plans", agreement.PLANS),)),
     ):

@@ -393,6 +393,32 @@ def test_a_rank_that_is_a_call_ahead_waits_for_the_others(job: Job, tmp_path: Pa
     go_on(job, paths["d"])
 
 
+def test_a_rank_that_is_a_call_behind_misses_one_save_and_is_in_step_again(job: Job, tmp_path: Path):
+    """It alone made a call with a wrong argument. So its a meets the others' b: they pass that over, and b is saved by all."""
+    paths = {name: tmp_path / name for name in "abcd"}
+
+    def calls(rank: int) -> list[Any]:
+        out: list[Any] = []
+        for name in ["wrong", *"abc"] if rank == 2 else "abc":
+            try:
+                if name == "wrong":
+                    checkpoint.load(tmp_path, {}, strict=2)  # type: ignore[arg-type]
+                else:
+                    checkpoint.save(paths[name], state(rank, NEW))
+                out.append(None)
+            except CheckpointError as error:
+                out.append(type(error))
+        return out
+
+    outcomes = job.run(calls)
+    assert outcomes.pop(2) == [UsageError, PeerError, None, None]
+    assert outcomes == [[UsageError, None, None]] * 3
+    assert not paths["a"].exists()
+    for name in "bc":
+        check(paths[name], NEW)
+    go_on(job, paths["d"])
+
+
 def test_ranks_that_call_things_crosswise_do_not_wait_for_ever(job: Job, tmp_path: Path):
     a, b = tmp_path / "a", tmp_path / "b"
     for first, second in ((a, b), (b, a), (a, b)):

@@ -260,6 +260,22 @@ def test_tensors_that_a_hook_made_are_given_back_through_load_state_dict():
     assert target[0].weight.tolist() == [3.0] * 3
 
 
+def test_a_module_with_a_load_state_dict_of_its_own_is_given_the_loaded_state():
+    class Cached(nn.Linear):
+        doubled: torch.Tensor
+
+        def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+            result = super().load_state_dict(state, strict, assign)
+            self.doubled = 2 * self.weight.detach()
+            return result
+
+    source, target = Cached(2, 3), Cached(2, 3)
+    weight = target.weight
+    load(save([capture({"model": source})]), {"model": target}, wanted=set())
+    assert target.weight is weight
+    assert torch.equal(target.doubled, 2 * source.weight)
+
+
 def test_a_hook_that_refuses_is_a_named_error():
     class Picky(Halved):
         def _load_from_state_dict(self, *args: Any) -> None:

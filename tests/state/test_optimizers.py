@@ -231,6 +231,30 @@ def test_a_learning_rate_that_is_a_tensor_is_set_in_place():
     assert isinstance(plain.param_groups[0]["lr"], float)
 
 
+@pytest.mark.parametrize(
+    ("saved_value", "held"),
+    [
+        (torch.tensor([1.0, 2.0, 3.0]), torch.zeros(4)),
+        (torch.tensor([1.0, 2.0]), 0.5),
+        (0.5, torch.tensor(1)),
+        (None, torch.zeros(2)),
+        ("cosine", torch.zeros(())),
+    ],
+    ids=["another shape", "a number", "another kind of number", "nothing", "text"],
+)
+def test_a_hyperparameter_that_does_not_fit_into_the_tensor_there_takes_its_place(saved_value: Any, held: Any):
+    def optimizer(value: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        made.param_groups[0]["own"] = value
+        return made
+
+    model = net()
+    fresh = optimizer(held)
+    load(saved_of(model, optimizer(saved_value)), {"model": model, "optimizer": fresh})
+    own = fresh.param_groups[0]["own"]
+    assert torch.equal(own, saved_value) if isinstance(saved_value, torch.Tensor) else own == saved_value
+
+
 @pytest.mark.parametrize("second", [0.5, torch.tensor(0.1, dtype=torch.float64)])
 def test_groups_that_share_a_tensor_get_their_own_learning_rates(second: float | torch.Tensor):
     model = net()

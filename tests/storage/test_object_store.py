@@ -132,6 +132,21 @@ def test_a_publish_whose_answer_is_lost_has_succeeded(storage: Storage, proxy: F
     assert (found.data, found.version) == (b"2", version)
 
 
+@pytest.mark.parametrize("fate", ["drop", "cut"])
+@pytest.mark.parametrize("number", range(4))
+def test_a_lost_answer_to_the_probe_is_asked_for_again(storage: Storage, proxy: FaultProxy, fate: str, number: int):
+    puts: list[str] = []
+
+    def fault(method: str, path: str) -> str:
+        puts.extend([path] if method == "PUT" and path.endswith("probe") else [])
+        return fate if len(puts) == number + 1 and path == puts[-1] else ""
+
+    proxy.fault = fault
+    storage.publish("catalog", b"1", expected=ABSENT)
+    assert len(puts) > number
+    assert storage.list() == [("catalog", 1)]
+
+
 @pytest.mark.parametrize("fate", ["drop", "500"])
 def test_a_lost_answer_to_a_publish_that_was_refused_is_a_conflict(storage: Storage, proxy: FaultProxy, fate: str):
     storage.publish("catalog", b"theirs", expected=ABSENT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.objects import Named
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.torchfile.archive import FileReader, read_object
+from reshard_ckpt.torchfile.object_writer import object_bytes
 
 
 class Settings:
@@ -43,21 +45,49 @@ class OwnState:
 Pair = collections.namedtuple("Pair", "a b")
 
 
-def saved(value: Any) -> bytes:
+def saved(value: Any, protocol: int = 2) -> bytes:
     out = io.BytesIO()
-    torch.save(value, out)
+    torch.save(value, out, pickle_protocol=protocol)
     return out.getvalue()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [b"", b"x", collections.deque([1, 2]), collections.deque([1, 2, 3], 3), collections.deque(), {1, "a", (1, 2)}, np.float64(3)],
-    ids=lambda value: type(value).__name__,  # a set reads otherwise in a worker that has compiled it than in one that loads it
-)
-def test_plain_data_of_python_and_numpy_are_read(value: Any):
-    found = read_object(saved({"a": value, "b": 1}), "x", tagged=None)
+PLAIN = [
+    b"", b"x", collections.deque([1, 2]), collections.deque([1, 2, 3], 3), collections.deque(), {1, "a", (1, 2)}, np.float64(3),
+    {None: 1, True: 2, False: 3, b"k": 4}, frozenset({frozenset(), frozenset({2, "b"})}), set(range(3000)), [set(), set()],
+    {"state": 2**128 - 1, "inc": -(2**2039)},  # as of numpy's generators, and the largest of pickle's short form
+]  # fmt: skip
+
+
+# By type: a set reads otherwise in a worker that has compiled it than in one that loads it.
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_plain_data_of_python_and_numpy_are_read(value: Any, protocol: int):
+    found = read_object(saved({"a": value, "b": 1}, protocol), "x", tagged=None)
     assert found == {"a": value, "b": 1}
-    assert repr(found["a"]) == repr(value) or isinstance(value, set)
+    assert repr(found["a"]) == repr(value) or isinstance(value, set | frozenset)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_class_that_is_not_read_is_named_at_any_protocol(protocol: int):
+    with pytest.raises(UnsupportedError, match=r"calls (\w+\.)?bytearray"):
+        read_object(saved([bytearray(b"x")], protocol), "x", tagged=None)
+
+
+ARRAYS = [
+    np.array(["2026-01-02T03:04:05", "NaT"], "M8[s]"), np.array([7], "m8[25us]"), np.datetime64("2026", "D"),
+    np.timedelta64(5, "ms"), np.array(["a", "bcd"]), np.array([b"a"]), np.float16(2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ARRAYS, ids=lambda value: value.dtype.str)
+@pytest.mark.parametrize("write", [saved, lambda value: object_bytes(value, "x")], ids=["torch", "own"])
+def test_the_dtype_of_an_array_comes_back_in_numpy_and_here(value: Any, write: Callable[[Any], bytes]):
+    """Without its unit, numpy's time is another one; and numpy crashes if a pickle leaves the unit out."""
+    data = write([value, value.dtype])
+    for array, dtype in (torch.load(io.BytesIO(data), weights_only=False), read_object(data, "x")):
+        assert type(array) is type(value)
+        assert dtype == array.dtype == value.dtype
+        assert array.tobytes() == value.tobytes()
 
 
 def test_an_object_is_its_class_and_state_or_refused():

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Any
 
-from ...errors import LayoutError, UsageError
+from ...errors import LayoutError
 from ..geometry.runs import Range, chunk, joined, narrow
 from .name_tree import spans
 from .specs import AxisPlacement, Ints
@@ -285,14 +285,3 @@ _KINDS = (
 
 KINDS: dict[str, PlacementKind] = {kind.name: kind for kind in _KINDS}
 """The placement kinds by name. Another package that has its own kinds adds them before it saves or loads."""
-
-
-def add_kind(kind: PlacementKind) -> None:
-    """Add a placement kind to the table; adding an equal one again changes nothing.
-
-    Raise `UsageError` if the name is not an identifier, or another kind has it already.
-    """
-    if not isinstance(kind.name, str) or not kind.name.isidentifier():
-        raise UsageError(f"register_placement: {kind.name!r:.80} is not an identifier; give it a name such as 'blocks'")
-    if KINDS.setdefault(kind.name, kind) != kind:
-        raise UsageError(f"register_placement: {kind.name!r} is a kind of placement already; give it another name")

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..catalog.model import Catalog
 from ..catalog.specs import Ints, Piece, TensorSpec, piece_columns
-from ..geometry.runs import I64, decompose
+from ..geometry.runs import decompose
 from .load_plan import plan_load
 
 _WHOLE_WINDOW = 1 << 60
@@ -44,31 +44,30 @@ def lost_parts(specs: Sequence[TensorSpec], catalog: Catalog) -> list[TensorSpec
                 left.append(piece)
             elif count < piece.count:
                 # boxes: the piece as boxes; then without the elements that the rows of the tensor have.
-                whole = piece.boxes()
-                boxes = _as_pairs(np.array([box.offsets for box in whole]), np.array([box.lengths for box in whole]))
+                boxes = piece.boxes()
                 for low, high in _boxes_of(catalog, catalog.source(catalog.index(specs[i].name)), len(piece.lengths)):
-                    boxes = [part for box in boxes for part in _difference(box, low, high)]
-                for low, high in boxes:
-                    lengths = tuple(np.subtract(high, low).tolist())
-                    left.append(piece.inner(np.subtract(low, piece.offsets).tolist(), lengths))
+                    boxes = [part for box in boxes for part in _without(box, low, high)]
+                left += boxes
         out[i] = replace(specs[i], pieces=tuple(left)) if out[i] is not None and left else None
     return out
 
 
-def _difference(box: Box, low: Ints, high: Ints) -> list[Box]:
-    """Remove the elements from corner `low` to `high` from a box; return boxes that tile the rest."""
-    begin, end = map(list, box)
-    if any(first >= last or first >= b or last <= a for a, b, first, last in zip(begin, end, low, high, strict=True)):
+def _without(box: Piece, low: Ints, high: Ints) -> list[Piece]:
+    """Remove the elements from corner `low` to `high` from a piece that is a whole box; return such pieces that tile the rest."""
+    # begin, end: the removed part of the box, counted from the box's own corner.
+    begin = [max(at - offset, 0) for at, offset in zip(low, box.offsets, strict=True)]
+    end = [min(at - offset, length) for at, offset, length in zip(high, box.offsets, box.lengths, strict=True)]
+    if any(first >= last for first, last in zip(begin, end, strict=True)):
         return [box]
-    out: list[Box] = []
-    for dim, (first, last) in enumerate(zip(low, high, strict=True)):
-        # The slabs before and behind the box along this dim; along the dims before it, only the part that they share.
-        if begin[dim] < first:
-            out.append((tuple(begin), (*end[:dim], first, *end[dim + 1 :])))
-            begin[dim] = first
-        if last < end[dim]:
-            out.append(((*begin[:dim], last, *begin[dim + 1 :]), tuple(end)))
-            end[dim] = last
+    out: list[Piece] = []
+    inner, lengths = [0] * len(begin), list(box.lengths)
+    for dim, (first, last) in enumerate(zip(begin, end, strict=True)):
+        # The slabs before and behind the removed part along this dim; along the dims before it, only the range of that part.
+        for start, stop in ((0, first), (last, lengths[dim])):
+            if start < stop:
+                inner[dim], lengths[dim] = start, stop - start
+                out.append(box.inner(inner, tuple(lengths)))
+        inner[dim], lengths[dim] = first, last - first
     return out
 
 
@@ -80,9 +79,5 @@ def _boxes_of(catalog: Catalog, tensor: int, ndim: int) -> list[Box]:
     # cut: the rows as boxes; offsets: where these begin in the tensor, padded on the left as all of the catalog.
     cut = decompose(lengths, rows.start[row], rows.count[row])
     offsets = catalog.boxes.offsets[box][cut.parent] + cut.offsets
-    width = offsets.shape[1]
-    return _as_pairs(offsets[:, width - ndim :], cut.lengths[:, width - ndim :])
-
-
-def _as_pairs(offsets: I64, lengths: I64) -> list[Box]:
-    return [(tuple(low), tuple(high)) for low, high in zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)]
+    own = slice(offsets.shape[1] - ndim, None)
+    return list(zip(map(tuple, offsets[:, own].tolist()), map(tuple, (offsets + cut.lengths)[:, own].tolist()), strict=True))

@@ -259,20 +259,10 @@ def _hypotheses(mesh: Mesh, names: Sequence[str], size: int, where: I64, pieces:
     yield from ((order, ()) for order in orders)
     for order in orders:
         # Coordinate 0 holds the first part of each section, so sections begin where the ranges of coordinate 0 begin.
-        begins = [first for first, _ in _union(pieces[where[:, order[0]] == 0])]
+        low, high = np.unique(pieces[where[:, order[0]] == 0], axis=0).T
+        begins = low[low > np.append(-1, np.maximum.accumulate(high))[:-1]].tolist()
         if len(begins) > 1 and begins[0] == 0:
             yield order, tuple(end - begin for begin, end in pairwise([*begins, size]))
-
-
-def _union(pieces: I64) -> list[Range]:
-    """Merge the intervals ``(low, high)`` of pieces, (N, 2), into ranges ``(first, length)`` that do not touch."""
-    out: list[tuple[int, int]] = []
-    for low, high in np.unique(pieces, axis=0).tolist():
-        if out and low <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], high))
-        elif low < high:
-            out.append((low, high))
-    return [(low, high - low) for low, high in out]
 
 
 def _holds(mesh: Mesh, hypothesis: Hypothesis, size: int, where: I64, pieces: I64) -> bool:

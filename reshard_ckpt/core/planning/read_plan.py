@@ -93,19 +93,6 @@ class ReadPlan:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranges(ColumnTable):
-    """Byte ranges ``low : high`` of windows.
-
-    A range is read together with the one before it if the gap is at most ``near`` bytes.
-    """
-
-    window: I64
-    low: I64
-    high: I64
-    near: I64
-
-
 def item_spans(plan: LoadPlan) -> I64:
     """Return the number of bytes from the first to the last byte of each item in its file, (items,)."""
     return dot(plan.lengths - 1, plan.src_strides) + plan.item_bytes
@@ -189,16 +176,18 @@ def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) 
     block = np.maximum(block_bytes[file], 1)
     # From here on a range consists of whole blocks if the blocks of its file are verified.
     ends = np.minimum(-(-high // block) * block, file_bytes[file])
-    touched = _Ranges(window_of[owner], low // block * block, ends, np.where(block_bytes[file] > 0, 0, NEAR_BYTES))
-    touched = touched.take(np.lexsort((touched.low, touched.window)))
-    begins = is_new(touched.window)
+    # near: the largest gap over which a range is read together with the one before it.
+    columns = window_of[owner], low // block * block, ends, np.where(block_bytes[file] > 0, 0, NEAR_BYTES)
+    order = np.lexsort((columns[1], columns[0]))
+    window, low, high, near = (column[order] for column in columns)
+    begins = is_new(window)
     # reach[i]: largest end of the window's ranges up to i; fresh[i]: range i begins too far behind reach[i - 1].
-    reach = running_max(touched.high, begins)
+    reach = running_max(high, begins)
     fresh = begins.copy()
-    fresh[1:] |= touched.low[1:] > reach[:-1] + touched.near[1:]
+    fresh[1:] |= low[1:] > reach[:-1] + near[1:]
     # first: the first range of each extent; end: the one behind its last.
     first, end = group_bounds(fresh)
-    return touched.window[first], touched.low[first], reach[end - 1]
+    return window[first], low[first], reach[end - 1]
 
 
 def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:

@@ -77,7 +77,7 @@ class Found(NamedTuple):
         stack.callback(segment.close)
         memory: Any = segment.data.numpy()
         memoryview(memory)[:] = self.data
-        message: bytes = msgpack.packb((resolved_path(self.path), segment.address))
+        message: bytes = msgpack.packb((os.fsencode(resolved_path(self.path)), segment.address))
         return message
 
     @classmethod
@@ -89,12 +89,12 @@ class Found(NamedTuple):
         """
         from ...comm.shared_memory import open_segment  # imports torch
 
-        path, address = msgpack.unpackb(message) if message else ("", b"")
+        path, address = msgpack.unpackb(message) if message else (b"", b"")
         memory = open_segment(address) if address else None
         if memory is None:
             return None
         data: Any = memory.numpy()
-        return cls(path, memoryview(data))
+        return cls(os.fsdecode(path), memoryview(data))
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,14 +112,14 @@ def _copy(into: View, source: View) -> None:
 class Mover:
     """Packs the parts that this rank sends, unpacks the parts that it takes, and copies the parts that stay on this rank.
 
-    It is a `Traffic` of `engine.common.rounds`, which calls `sizes`, `pack` and `unpack` for each round.
+    `Rounds` calls `sizes`, `pack` and `unpack` for each round.
 
     Parameters
     ----------
     rank, size
         This rank, and the number of ranks.
     num_rounds
-        The number of rounds of the whole exchange.
+        The number of rounds of the whole exchange, the same on all ranks.
     transfers
         The parts that this rank sends, or takes from others or from itself. Both ends of a message list its parts in one order.
     wire
@@ -197,7 +197,7 @@ class Mover:
         return pairs
 
     def _pairs(self, key: tuple[Hashable, ...], make: Callable[[], list[tuple[View, View]]]) -> list[tuple[View, View]]:
-        """Return the (target view, source view) pairs that are cached under `key`.
+        """Return the pairs of views that are cached under `key`.
 
         If there are none, make them. Cache them, unless this mover keeps no views or has more than `MAX_VIEWS` parts.
         """
@@ -213,33 +213,40 @@ class Mover:
         return self._sends.sizes(number), self._receives.sizes(number)
 
     def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Copy this rank's parts of a round into messages: those for rank r into ``out[r]`` from byte ``starts[r]`` on."""
+        """Copy this rank's parts of a round into messages: those for rank r into ``out[r]`` from byte ``starts[r]`` on.
 
-        def make() -> list[tuple[View, View]]:
-            pairs = []
-            for i, at, dest in self._sends.places(number, starts):
-                source = self._held.view(self._from, i, self._wire[i])
-                pairs.append((_in_buffer(out[dest], at, self._from.lengths[i], self._wire[i], source), source))
-            return pairs
-
-        for into, source in self._pairs(("out", number, *_message_addresses(out, starts)), make):
+        The messages have the parts in the order in which rank r unpacks them.
+        """
+        for source, into in self._with_messages(self._sends, self._held, self._from, number, out, starts):
             _copy(into, source)
 
     def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         """Copy the received parts of a round into place: those of rank r from ``data[r]``, from byte ``starts[r]`` on."""
-
-        def make() -> list[tuple[View, View]]:
-            pairs = []
-            for i, at, source in self._receives.places(number, starts):
-                into = self._wanted.view(self._into, i, self._wire[i])
-                pairs.append((into, _in_buffer(data[source], at, self._into.lengths[i], self._wire[i], into)))
-            return pairs
-
         if number == 0:
             self.copy_own()  # only now: the first message has shown that no rank failed before the exchange
         self._done.add(number)  # before the copies: if one fails, its rows may be half overwritten
-        for into, source in self._pairs(("in", number, *_message_addresses(data, starts)), make):
+        for into, source in self._with_messages(self._receives, self._wanted, self._into, number, data, starts):
             _copy(into, source)
+
+    def _with_messages(
+        self,
+        schedule: _Schedule,
+        memory: Memories,
+        boxes: Boxes,
+        number: int,
+        messages: Sequence[torch.Tensor],
+        starts: Sequence[int],
+    ) -> list[tuple[View, View]]:
+        """Return a pair of views for each part of a round: its box in the memory of tensors, and its place in a message."""
+
+        def make() -> list[tuple[View, View]]:
+            pairs = []
+            for i, at, rank in schedule.places(number, starts):
+                box = memory.view(boxes, i, self._wire[i])
+                pairs.append((box, _in_buffer(messages[rank], at, boxes.lengths[i], self._wire[i], box)))
+            return pairs
+
+        return self._pairs((id(schedule), number, *_message_addresses(messages, starts)), make)
 
 
 def _message_addresses(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:

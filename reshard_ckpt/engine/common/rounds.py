@@ -1,7 +1,7 @@
 """The rounds of an exchange: each rank packs bytes for the others into messages of bounded size, and unpacks theirs.
 
-1. A `Traffic` says how many bytes go between this rank and each other one in a round, packs the bytes to send, and unpacks the
-   received bytes. The bytes may come from live tensors, or from files that it reads and verifies.
+1. A `Mover` says how many bytes go between this rank and each other one in a round, packs the bytes to send, and unpacks the
+   received bytes. The bytes may come from live tensors, or from files that it reads and verifies. Its errors stop all ranks.
 2. While one round travels, the next one is packed; while a round is unpacked, the next one travels.
 3. In a message, a *head* stands before the part for each rank. It says whether the sender has failed. So all ranks stop after the
    same round, and no rank waits in a collective that another rank never enters. A message of heads alone comes first, once each
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from ...core.geometry.runs import I64
 from ...core.report import few
 from ...errors import CheckpointError, PeerError
 from .host_memory import allocate
+from .mover import Mover
 from .tensor_bytes import empty_bytes
 
 HEAD_BYTES = 16
@@ -55,24 +55,6 @@ PAGE_BYTES = 4096
 
 LARGE_BYTES = 16 << 20
 """Buffers of at least this many bytes lie in large pages, and may be up to 2 MiB larger than asked for."""
-
-
-class Traffic(Protocol):
-    """One rank's side of an exchange in rounds: the sizes of its messages, and how they are packed and unpacked.
-
-    `num_rounds` is the same on all ranks. An error that a method raises stops all ranks.
-    """
-
-    num_rounds: int
-
-    def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the numbers of bytes that this rank sends to each rank in a round, and receives from each rank."""
-
-    def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Write the bytes for rank r into ``out[r]`` from byte ``starts[r]`` on, in the order in which rank r unpacks them."""
-
-    def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        """Take the bytes of rank r out of ``data[r]``, from byte ``starts[r]`` on."""
 
 
 class Buffers:
@@ -123,22 +105,22 @@ class Buffers:
             self._shared, self._shared_bytes = share_memory(exchange, num_bytes), num_bytes
         return self._shared
 
-    def next_number(self, traffic: Traffic, memory_bytes: int) -> int:
-        """Return the number of the next message; -1 if these buffers do not suit the messages of this traffic.
+    def next_number(self, mover: Mover, memory_bytes: int) -> int:
+        """Return the number of the next message; -1 if these buffers do not suit the messages of this mover.
 
         They do not suit it if their shared memory is too small for its rounds, or larger than `memory_bytes`. An exchange may use
         the buffers again if all ranks have the same number here, other than -1.
         """
-        return self.number if NUM_BUFFERS * _slot_bytes(traffic) <= self._shared_bytes <= memory_bytes else -1
+        return self.number if NUM_BUFFERS * _slot_bytes(mover) <= self._shared_bytes <= memory_bytes else -1
 
 
 def _padded(size: int) -> int:
     return -(-size // HEAD_BYTES) * HEAD_BYTES
 
 
-def _slot_bytes(traffic: Traffic) -> int:
+def _slot_bytes(mover: Mover) -> int:
     """Return the bytes of shared memory that the largest round of this rank needs for the messages that it sends."""
-    largest = max((sum(map(_padded, traffic.sizes(number)[0])) for number in range(traffic.num_rounds)), default=0)
+    largest = max((sum(map(_padded, mover.sizes(number)[0])) for number in range(mover.num_rounds)), default=0)
     return -(-largest // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -173,8 +155,8 @@ class Rounds:
         Whether all ranks are known to have all bytes in place.
     """
 
-    def __init__(self, exchange: Exchange, traffic: Traffic, buffers: Buffers | None = None) -> None:
-        self._exchange, self._traffic = exchange, traffic
+    def __init__(self, exchange: Exchange, mover: Mover, buffers: Buffers | None = None) -> None:
+        self._exchange, self._mover = exchange, mover
         self._buffers = buffers or Buffers(exchange.device)
         self._slot_bytes = self._first = 0
         self._shared = SharedMemory(empty_bytes(0), [None] * exchange.size, [False] * exchange.size)
@@ -214,11 +196,11 @@ class Rounds:
             raise PeerError(f"{error}; on this rank {overwritten_text(sorted(changed()))}", error.ranks) from error
 
     def _run(self, last: Sequence[Callable[[], None]]) -> None:
-        num_rounds = self._traffic.num_rounds
+        num_rounds = self._mover.num_rounds
         if not num_rounds:
             return
         if self._exchange.device.type == "cpu":
-            self._slot_bytes = _slot_bytes(self._traffic)
+            self._slot_bytes = _slot_bytes(self._mover)
             self._shared = self._buffers.share(self._exchange, NUM_BUFFERS * self._slot_bytes)
         self.attempt(self._allocate)
         last = last or (lambda: None,)
@@ -236,7 +218,7 @@ class Rounds:
             if self.stopped:
                 return
             arrived = None if following is None else self._start(number + 1, *following)
-            self.attempt(lambda: self._traffic.unpack(number, data, starts))  # noqa: B023
+            self.attempt(lambda: self._mover.unpack(number, data, starts))  # noqa: B023
         for number, work in enumerate(last, num_rounds):
             self.attempt(work)
             if not self._meet(number)():
@@ -245,7 +227,7 @@ class Rounds:
 
     def _allocate(self) -> None:
         """Allocate all messages before the first is sent: a rank that failed to allocate later would leave the others waiting."""
-        for number in range(self._traffic.num_rounds):
+        for number in range(self._mover.num_rounds):
             for slot, message in zip((number % 2, 2 + number % 2), self._messages(number), strict=True):
                 self._buffers.get(slot, message.num_bytes)
 
@@ -287,14 +269,14 @@ class Rounds:
 
     def _messages(self, number: int) -> tuple[_Message, _Message]:
         """Return the layouts of two messages of a round: the one that this rank sends, and the one that it receives."""
-        sent, received = self._traffic.sizes(number)
+        sent, received = self._mover.sizes(number)
         to = [0 if reads else size for size, reads in zip(sent, self._shared.readers, strict=True)]
         came = [size if memory is None else 0 for size, memory in zip(received, self._shared.read, strict=True)]
         return _message(tuple(to)), _message(tuple(came))
 
     def _packed(self, number: int) -> tuple[torch.Tensor, _Message]:
         """Pack the message of a round, with its heads: the flag of a failure, and the place of each part in shared memory."""
-        sizes, message = self._traffic.sizes(number)[0], self._messages(number)[0]
+        sizes, message = self._mover.sizes(number)[0], self._messages(number)[0]
         out = self._buffers.get(number % 2, message.num_bytes)
         memories, starts = [out] * len(sizes), list(message.starts)
         at = number % NUM_BUFFERS * self._slot_bytes
@@ -302,7 +284,7 @@ class Rounds:
             if reads:
                 memories[rank], starts[rank] = self._shared.own, at
                 at += _padded(sizes[rank])
-        self.attempt(lambda: self._traffic.pack(number, memories, starts))
+        self.attempt(lambda: self._mover.pack(number, memories, starts))
         self._put_heads(number, out, message, starts)
         return out, message
 
@@ -387,9 +369,12 @@ USE_ANOTHER = "use another checkpoint"
 _OVERWRITTEN = "already overwritten, wholly or in part"
 
 
-def overwritten_text(names: Sequence[str]) -> str:
-    """Return a text that names the overwritten tensors, or says that there are none, for an error's message."""
-    return f"{_OVERWRITTEN}: {few(names)}" if names else NOTHING_CHANGED
+def overwritten_text(names: Sequence[str], where: str = "") -> str:
+    """Return a text that names the overwritten tensors, or says that there are none, for an error's message.
+
+    `where` is empty for the tensors of all ranks, or the text ``" on this rank"``.
+    """
+    return f"{_OVERWRITTEN}{where}: {few(names)}" if names else f"{NOTHING_CHANGED}{where}"
 
 
 def without_changes(text: str) -> str:

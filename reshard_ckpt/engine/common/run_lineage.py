@@ -75,10 +75,6 @@ class RunLineage:
         """Read the lineage from the store again, for a process that only reads the run: its job may have begun new attempts."""
         self.current = LINEAGE.read(self._storage) or self.current
 
-    def is_superseded(self, save_id: str) -> bool:
-        """Whether a save in the store no longer counts, because the run went back to an older step. `save_id` identifies it."""
-        return save_id in self.current.superseded
-
     def loaded(self, step: int, *, in_store: bool) -> None:
         """Remember which step was loaded. The next save begins an attempt there; nothing is written before that."""
         self._loaded = step, in_store

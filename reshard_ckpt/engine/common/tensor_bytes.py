@@ -362,9 +362,9 @@ class CopyStreams:
 class Scratch:
     """Two scratch buffers on a device, used in turn: while one is copied over the link, the other one is packed."""
 
-    def __init__(self, streams: DeviceStreams, num_bytes: int = PACK_BYTES) -> None:
+    def __init__(self, streams: DeviceStreams) -> None:
         self._streams = streams
-        self._buffers = [empty_bytes(num_bytes, streams.device) for _ in range(2)]
+        self._buffers = [empty_bytes(PACK_BYTES, streams.device) for _ in range(2)]
         self._free: list[Mark | None] = [None, None]
         self._turn = 0
 

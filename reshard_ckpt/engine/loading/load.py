@@ -7,7 +7,8 @@
    error.
 4. `verify_ties`: check that targets that share memory get the same bytes; a gather and a broadcast. It is called on all ranks if
    any rank has such targets. Either all ranks go on, or all raise.
-5. `fetch`: check the files, then read and verify every byte. Collective only with ``read_once``.
+5. `fetch`: check the files, then read and verify every byte. Collective only with ``read_once``, and if a rank verifies first:
+   then a gather before any rank changes a tensor.
 """
 
 from __future__ import annotations
@@ -258,12 +259,14 @@ def fetch(
     *,
     report: OnProgress = silent,
     run: Execute = execute,
+    meet: Callable[[], object] | None = None,
 ) -> Fetched:
     """Check the files, then read all items of the plan by `run` (an `Execute`). Call `verify_ties` before.
 
     With ``verify_first`` and ``verify``, every block is read and verified once before any target changes, and then all is read
-    again. Raise `CorruptError` if a file or a block is damaged, and `StorageError` if a file without checksums was changed while
-    it was read.
+    again. If given, `meet` is called between the two: it waits until the other ranks have verified too, or raises their error.
+    Raise `CorruptError` if a file or a block is damaged, and `StorageError` if a file without checksums was changed while it was
+    read.
     """
     files = np.unique(resolved.plan.file).tolist()
     is_foreign = bool(files) and not catalog.files[files[0]].digests_key
@@ -273,6 +276,8 @@ def fetch(
     bytes_read = 0
     if options.verify_first and options.verify:
         bytes_read += run(task._replace(copy=False), report)
+    if meet is not None:
+        meet()
     bytes_read += run(task, report)
     if foreign:
         foreign.refuse_changed()

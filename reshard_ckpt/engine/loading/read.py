@@ -73,7 +73,7 @@ class ReadTask(NamedTuple):
     """Whether to fill the targets; False only verifies the blocks."""
 
 
-def execute(task: ReadTask, report: OnProgress = silent) -> int:
+def execute(task: ReadTask, report: OnProgress = silent, *, is_alone: bool = True) -> int:
     """Read all items of a load plan into their target tensors, and return the number of bytes read from storage.
 
     Raise `CorruptError` if a block is damaged; the message names it, the tensors that need it, and the tensors that already have
@@ -83,6 +83,8 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
     ----------
     report
         Called with the progress in bytes, from the reading threads, one at a time.
+    is_alone
+        Whether no other rank fills tensors meanwhile. If one may, the message speaks of the tensors of this rank.
     """
     reads = reads_of(task)
     reader = Reader(task, reads, Tally("load" if task.copy else "verify", reads.num_bytes, report))
@@ -90,7 +92,8 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
         in_threads(reader.read_window, range(reads.num_windows), num_threads(reads.num_windows, task.storage.hints))
     except Damage as damage:
         # Here no thread reads any more, so the list of overwritten tensors is complete.
-        raise reader.explain(damage) from None
+        is_known = is_alone or not task.copy
+        raise reader.explain(damage, "" if is_known else overwritten_text(reader.changed(), " on this rank")) from None
     finally:
         reader.finish()
     return reads.num_bytes

@@ -59,11 +59,8 @@ def _blocks(config: Mapping[str, Any]) -> list[Ints]:
     for each in weights:
         if isinstance(each, dict):
             named += [each.get("block_structure"), each.get("group_size") and (1, each["group_size"])]
-    return [(block[0], block[1]) for block in named if block is not None and _is_block(block)]
-
-
-def _is_block(block: Any) -> bool:
-    return isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    blocks = [block for block in named if isinstance(block, list | tuple) and len(block) == 2]
+    return [(rows, columns) for rows, columns in blocks if type(rows) is type(columns) is int and min(rows, columns) > 0]
 
 
 def advice(quantized: Quantized) -> tuple[str, ...]:

@@ -163,7 +163,7 @@ class RunReader:
     """
 
     def __init__(self, storage: Storage, catalog: Catalog, digests: FileDigests, dequantizer: Dequantizer | None = None) -> None:
-        self._storage, self._catalog, self._digests, self._dequantizer = storage, catalog, digests, dequantizer
+        self._storage, self._catalog, self.digests, self._dequantizer = storage, catalog, digests, dequantizer
         self._buffers = [empty_bytes(0) for _ in range(AHEAD)]
         self._num_planned = 0
         self.bytes_read = 0
@@ -192,10 +192,6 @@ class RunReader:
         if batch:
             yield self._plan(batch)
 
-    def refuse_changed(self) -> None:
-        """Raise a `StorageError` if a file without block digests was changed while it was read."""
-        self._digests.refuse_changed()
-
     def _plan(self, windows: Sequence[Sequence[Run]]) -> list[Callable[[], Window]]:
         """Plan the reading of some windows.
 
@@ -207,7 +203,7 @@ class RunReader:
         source = np.array([run.tensor for run in runs], np.int64)
         plan = plan_load(self._catalog, source, wanted, self._storage.hints.read_bytes)
         assert np.array_equal(plan.covered, wanted.count), "the rows were checked to cover every tensor"
-        blocks = self._digests.of(np.unique(plan.file).tolist())
+        blocks = self.digests.of(np.unique(plan.file).tolist())
         task = ReadTask(self._storage, self._catalog, plan, list(chain.from_iterable(targets)), blocks)
         # group[i]: window of plan item i. Requests are not joined across groups, so that each window can be read by itself.
         sizes = [len(of_window) for of_window in windows]
@@ -311,7 +307,7 @@ def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Generator
             while under_way:
                 last = under_way.popleft().result()
                 if not under_way:  # before the yield: nobody resumes some callers' generators after the last bytes
-                    reader.refuse_changed()
+                    reader.digests.refuse_changed()
                 yield last
         finally:
             pool.shutdown(cancel_futures=True)

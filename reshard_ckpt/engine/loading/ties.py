@@ -119,7 +119,8 @@ class _TieChecker:
         for member in tie.members:
             plan = self._read(member, low, fresh)
             written = _written_mask(member, plan, size)
-            if self._is_scaled(member):
+            is_cast = member.target.dtype != member.target.tensor.dtype
+            if is_cast and self._quantized is not None and self._quantized.scale(self._catalog, member.source) is not None:
                 scaled |= written
             # wrong[i]: an earlier target and this one would both get byte i, and differ, or a scale would multiply it
             wrong = (covered & written & (image ^ fresh | scaled)) != 0
@@ -130,10 +131,6 @@ class _TieChecker:
             covered |= written
             before.append((member, plan))
         return None
-
-    def _is_scaled(self, member: TiedTarget) -> bool:
-        is_cast = member.target.dtype != member.target.tensor.dtype
-        return is_cast and self._quantized is not None and self._quantized.scale(self._catalog, member.source) is not None
 
     def _read(self, member: TiedTarget, low: int, out: torch.Tensor) -> LoadPlan:
         """Read into `out` the bytes that a load would put at a target's addresses from `low` on; return the load plan for it.

@@ -40,6 +40,8 @@ class VoteResult(NamedTuple):
     refused: frozenset[int]
     has_ties: bool
     """Whether, on any rank, targets may share memory. If so, all ranks must call `load.verify_ties`."""
+    verifies_first: bool
+    """Whether any rank verifies before it changes a tensor. If so, no rank may change one before all of these ranks have."""
 
 
 class Wanted(NamedTuple):
@@ -95,6 +97,7 @@ def vote(
         "named": sorted(named),
         "refused": sorted(resolved.refused),
         "has_ties": bool(resolved.ties),
+        "verifies_first": options.verify_first and options.verify,
         "unused": unused_patterns(options, (*wanted.names, *(problem.lacks or problem.name for problem in of_values))),
         "options": _collective_options(options),
     }
@@ -122,7 +125,7 @@ def vote(
         suggestions = {with_sides(line): with_sides(text) for line, text in result["suggestions"]}
         shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
         raise MismatchError(summarize_kinds(shown, with_sides(advice)), report.problems)
-    return VoteResult(report, frozenset(result["refused"]), result["has_ties"])
+    return VoteResult(report, frozenset(result["refused"]), result["has_ties"], result["verifies_first"])
 
 
 def _collective_options(options: LoadOptions) -> dict[str, bool]:
@@ -227,7 +230,7 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]]) -> dict[str, An
     return {
         "problems": problems,
         "refused": sorted({index for vote in votes for index in vote["refused"]}),
-        "has_ties": any(vote["has_ties"] for vote in votes),
+        **{key: any(vote[key] for vote in votes) for key in ("has_ties", "verifies_first")},
         "unused": unused,
         "suggestions": _suggestions(catalog, problems, named),
     }

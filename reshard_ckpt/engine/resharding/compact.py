@@ -17,14 +17,14 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...comm.protocol import Comm, merge_of_all, value_of_first
-from ...core.catalog.model import Catalog, FileEntry
+from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError, StorageError
 from ...format.catalog import encode_catalog
 from ...format.files import (
@@ -70,17 +70,6 @@ class CompactReport:
     num_files: int
     num_bytes: int
     checkpoints: tuple[str, ...]
-
-
-class _Copied(NamedTuple):
-    """A file that was copied: its new key, and the SHA-256 of the file and of its digests file (None without a manifest)."""
-
-    key: str
-    sha256: Sequence[bytes] | None
-
-    def entry(self, file: FileEntry) -> FileEntry:
-        """Return the catalog's entry for the copy, given the entry for the original file."""
-        return replace(file, key=self.key, digests_key=digests_key(self.key), checkpoint="")
 
 
 def compact(
@@ -140,9 +129,9 @@ def compact(
 
     def published(of_ranks: list[Any]) -> None:
         assert before is not None
-        copied = {index: _Copied(*packed) for of_rank in of_ranks for index, packed in of_rank}
+        hashes = {index: sha256 for of_rank in of_ranks for index, sha256 in of_rank}
         storage.sync([*keys.values(), *map(digests_key, keys.values())])
-        _publish(storage, catalog, encoded, before, save_id, copied, listed)
+        _publish(storage, catalog, encoded, before, save_id, keys, hashes, listed)
 
     try:
         count = num_threads(len(own), storage.hints) if workers is None else workers
@@ -166,23 +155,38 @@ def _publish(
     encoded: bytes,
     before: PreviousCheckpoint,
     save_id: str,
-    copied: dict[int, _Copied],
+    keys: Mapping[int, str],
+    hashes: Mapping[int, Sequence[bytes]],
     listed: dict[str, bytes] | None,
 ) -> None:
-    """Commit the copies: write manifest and timeline beside them, replace the catalog, and delete files no longer referred to."""
-    files = tuple(copied[i].entry(file) if i in copied else file for i, file in enumerate(catalog.files))
+    """Commit the copies: write manifest and timeline beside them, replace the catalog, and delete files no longer referred to.
+
+    Parameters
+    ----------
+    keys
+        The key of the copy of each file that was copied, by the file's index in the catalog.
+    hashes
+        For each of these files, the SHA-256 of the copy and of its digests file; used only if there is a manifest (`listed`).
+    """
+    copies = {i: replace(catalog.files[i], key=key, digests_key=digests_key(key), checkpoint="") for i, key in keys.items()}
+    files = tuple(copies.get(i, file) for i, file in enumerate(catalog.files))
     new = replace(catalog, files=files, save_id=save_id, compacted_from=catalog.lineage_id)
     replacement = encode_catalog(new)
     beside = {}
     if listed is not None:
-        beside[manifest_key(save_id)] = _manifest(catalog, listed, copied, replacement)
+        # Other files are listed as the old manifest has them.
+        digests = {CATALOG_KEY: hashlib.sha256(replacement).digest()}
+        for i, file in enumerate(files):
+            known = zip(file.keys, hashes[i], strict=True) if i in hashes else ((key, listed.get(key)) for key in file.keys)
+            digests.update((key, sha256) for key, sha256 in known if sha256 is not None)
+        beside[manifest_key(save_id)] = encode_manifest(digests)
     if storage.size(old := timeline_key(catalog.save_id)) is not None:
         beside[timeline_key(save_id)] = storage.read(old, MAX_TIMELINE_BYTES)
     for key, data in beside.items():
         write_file(storage, key, data)
     # The order matters: first all new files are durable, then the catalog is replaced, then old files may be deleted.
     storage.sync(beside)
-    open_files(storage, new, list(copied))
+    open_files(storage, new, list(copies))
     if before.catalog != encoded:
         raise conflict(f"{storage.url}/{CATALOG_KEY}", ANY, before.version)
     storage.publish(CATALOG_KEY, replacement, expected=before.version)
@@ -204,8 +208,12 @@ def _listed(storage: Storage, catalog: Catalog) -> dict[str, bytes] | None:
     return {key: sha256 for key, sha256 in listed.items() if not (key.startswith("../") and key.endswith(".packed"))}
 
 
-def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally, listed: dict[str, bytes] | None) -> _Copied:
-    """Copy one file and its digests file to `key`, and verify each block on the way.
+def _copy(
+    storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally, listed: dict[str, bytes] | None
+) -> Sequence[bytes]:
+    """Copy one file and its digests file to `key`, and verify each block on the way. Return the SHA-256 of both.
+
+    Without a manifest (`listed`), nothing is returned.
 
     Raise `CorruptError` if a block differs from its digest, or a file differs from its SHA-256 in the manifest (`listed`).
     """
@@ -228,22 +236,9 @@ def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally
     proof = storage.read(file.digests_key, digests_file_bytes(file.size, 64 << 10))
     write_file(storage, digests_key(key), proof)
     if hasher is None or listed is None:
-        return _Copied(key, None)
+        return ()
     found = hasher.digest(), hashlib.sha256(proof).digest()
     for name, sha256 in zip(file.keys, found, strict=True):
         if name in listed and listed[name] != sha256:
             raise CorruptError(f"{storage.url}: {name} is not the file that the manifest lists: it was changed; nothing was done")
-    return _Copied(key, found)
-
-
-def _manifest(catalog: Catalog, listed: dict[str, bytes], copied: dict[int, _Copied], encoded: bytes) -> bytes:
-    """Encode the new manifest: copies with the SHA-256 of their bytes, other files as the old manifest (`listed`) has them."""
-    digests = {CATALOG_KEY: hashlib.sha256(encoded).digest()}
-    for index, file in enumerate(catalog.files):
-        if index in copied:
-            new = copied[index]
-            assert new.sha256 is not None
-            digests[new.key], digests[digests_key(new.key)] = new.sha256
-        else:
-            digests.update((key, listed[key]) for key in file.keys if key in listed)
-    return encode_manifest(digests)
+    return found

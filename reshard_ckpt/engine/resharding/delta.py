@@ -1,7 +1,7 @@
 """Repeated live reshards that send only the elements which have changed since the last one.
 
 The rank that sends a part (a box of a tensor), its owner, keeps a copy of the elements that it sent last: its snapshot. One
-exchange has three steps (`traffics`):
+exchange has three steps; `DeltaMover.agree` makes the first two, each one swap of small messages:
 
 1. Claims: each rank that receives parts, a taker, sends each of their owners a digest of its present elements of these parts.
 2. Sizes: an owner compares the claim with the digest of its snapshots. If they differ, the taker gets its parts whole: in a first
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import xxhash
 
+from ...comm import Exchange
 from ...core.geometry.runs import I64
-from ..common.rounds import Traffic
 from ..loading.ties import INTS
 from .live import LiveMover
 
@@ -35,8 +35,6 @@ _HEAD = struct.Struct("<I")
 
 _FAR = 255
 """A gap with this value stands for so many unchanged elements that are not followed by a changed one."""
-
-_DIGEST_BYTES = 16
 
 
 def encode_changes(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bytes:
@@ -96,35 +94,47 @@ class DeltaMover(LiveMover):
         self._encoded: dict[int, bytes] = {}
         self._sizes_to = np.zeros((self.num_rounds, self._size), np.int64)
         self._sizes_from = np.zeros((self.num_rounds, self._size), np.int64)
-        self._claims: dict[int, bytes] = {}
         self.received_bytes = 0
 
     def finish(self) -> None:
         super().finish()
         self._encoded.clear()
 
-    def traffics(self) -> list[Traffic]:
-        """Return the three traffics of one exchange, in order: claims, sizes of messages, and the messages."""
-        takers = [any(of_round[rank] for of_round in self._to) for rank in range(self._size)]
-        owners = [any(of_round[rank] for of_round in self._from_rank) for rank in range(self._size)]
-        claims = _SmallMessages(owners, takers, _DIGEST_BYTES, self._claim, self._take_claim)
-        return [claims, _SmallMessages(takers, owners, 8 * self.num_rounds, self._size_for, self._take_sizes), self]
+    def agree(self, exchange: Exchange, attempt: Callable[[Callable[[], None]], None]) -> None:
+        """Exchange the claims, and then the sizes of the messages of all rounds. Collective: two swaps.
+
+        `attempt` calls a function and keeps its error (`Rounds.attempt`). A rank that has failed sends empty messages.
+        """
+        claims, sizes = ([b""] * self._size for _ in range(2))
+
+        def claim() -> None:
+            claims[:] = map(self._claim, range(self._size))
+
+        def compare() -> None:
+            sizes[:] = map(self._sizes_for, range(self._size), came)
+
+        attempt(claim)
+        came = exchange.swap(claims)
+        attempt(compare)
+        found = exchange.swap(sizes)
+        for owner, data in enumerate(found):
+            if data:
+                self._sizes_from[:, owner] = np.frombuffer(data, "<i8")
+        self.received_bytes = sum(map(len, (*came, *found))) + int(self._sizes_from.sum())
 
     def _claim(self, owner: int) -> bytes:
-        """Return the digest of the elements that this rank now has in the parts which it takes from the rank `owner`."""
+        """Return the digest of the elements that this rank now has in the parts which it takes from the rank `owner`, if any."""
+        parts = [i for of_round in self._from_rank for i in of_round[owner]]
         digest = xxhash.xxh3_128()
-        for of_round in self._from_rank:
-            for i in of_round[owner]:
-                digest.update(_raw(self._wanted.region(self._into, i), self._wire[i]).numpy().data)
-        return digest.digest()
+        for i in parts:
+            digest.update(_raw(self._wanted.region(self._into, i), self._wire[i]).numpy().data)
+        return digest.digest() if parts else b""
 
-    def _take_claim(self, taker: int, data: bytes) -> None:
-        self.received_bytes += len(data)
-        self._claims[taker] = data
-
-    def _size_for(self, taker: int) -> bytes:
+    def _sizes_for(self, taker: int, claim: bytes) -> bytes:
         """Compare the parts for the rank `taker` with their snapshots, and return the sizes of its messages, encoded."""
-        is_known = self._claims.pop(taker) == self._digests.get(taker)
+        if not any(of_round[taker] for of_round in self._to):
+            return b""
+        is_known = claim == self._digests.get(taker)
         digest = xxhash.xxh3_128()
         for number, of_round in enumerate(self._to):
             whole, runs = 0, 0
@@ -141,10 +151,6 @@ class DeltaMover(LiveMover):
         self._digests[taker] = digest.digest()
         data: bytes = self._sizes_to[:, taker].astype("<i8").tobytes()
         return data
-
-    def _take_sizes(self, owner: int, data: bytes) -> None:
-        self._sizes_from[:, owner] = np.frombuffer(data, "<i8")
-        self.received_bytes += len(data) + int(self._sizes_from[:, owner].sum())
 
     def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
         return self._sizes_to[number].tolist(), self._sizes_from[number].tolist()
@@ -192,37 +198,3 @@ def _raw(part: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
     """Return a part's elements in dtype `wire` on the host, as 1-D integers of the same bits: a view if possible, else a copy."""
     flat = part.detach().to("cpu", wire).contiguous().reshape(-1)
     return flat.view(INTS[wire.itemsize])
-
-
-class _SmallMessages:
-    """A `Traffic` of one round of small messages. `make` makes the message for a rank, `take` takes the message of a rank.
-
-    ``sends[r]`` and ``receives[r]`` say whether there is a message of `num_bytes` to and from rank r.
-    """
-
-    num_rounds = 1
-
-    def __init__(
-        self,
-        sends: Sequence[bool],
-        receives: Sequence[bool],
-        num_bytes: int,
-        make: Callable[[int], bytes],
-        take: Callable[[int, bytes], None],
-    ) -> None:
-        self._sent, self._received = ([num_bytes * is_there for is_there in each] for each in (sends, receives))
-        self._make, self._take = make, take
-
-    def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
-        return self._sent, self._received
-
-    def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        for rank, size in enumerate(self._sent):
-            if size:
-                data = torch.frombuffer(bytearray(self._make(rank)), dtype=torch.uint8)
-                out[rank][starts[rank] : starts[rank] + size] = data
-
-    def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
-        for rank, size in enumerate(self._received):
-            if size:
-                self._take(rank, data[rank][starts[rank] : starts[rank] + size].numpy().tobytes())

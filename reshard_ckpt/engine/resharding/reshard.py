@@ -252,14 +252,14 @@ def _write_group(
     def runs() -> Iterator[list[Run]]:
         for window in islice(windows(items, WINDOW_BYTES), span.first, None if span.count is None else span.first + span.count):
             under_way.append(window)
-            yield [part.run for part in window]
+            yield [item.run for _, item in window]
 
     def write(filled: Window) -> list[WrittenBlocks]:
         """Write one window to its files, and return the blocks that can be read back since the last call."""
         slices = under_way.popleft()
-        for part, view in zip(slices, filled.parts(), strict=True):
-            outputs[part.output].write(view)
-        return [part for output in {part.output for part in slices} for part in outputs[output].take_written()]
+        for (output, _), view in zip(slices, filled.parts(), strict=True):
+            outputs[output].write(view)
+        return [part for output in {output for output, _ in slices} for part in outputs[output].take_written()]
 
     with ExitStack() as stack:
         for output in outputs:

@@ -38,12 +38,8 @@ class Item(NamedTuple):
         return self.run.count * self.item_bytes
 
 
-class Slice(NamedTuple):
-    """A run to append to the files of one rank, and the bytes of one element; `output` is the index of the rank in its group."""
-
-    output: int
-    run: Run
-    item_bytes: int
+Slice = tuple[int, Item]
+"""A run to append to the files of one rank of a group: the index of the rank (output), and the run with its element size."""
 
 
 def shared_axes(mesh: Mesh, shapes: Sequence[Ints], placed: Sequence[TargetPlacement]) -> frozenset[int]:
@@ -106,12 +102,12 @@ def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[li
             yield window
             window, room = [], window_bytes
         if size <= window_bytes:
-            window += [Slice(output, item.run, item.item_bytes) for output, items in batch for item in items if item.run.count]
+            window += [(output, item) for output, items in batch for item in items if item.run.count]
             room -= size
             continue
         num = -(-size // window_bytes)  # a batch larger than a window: cut each file's items into `num` slices
         for n in range(num):
-            yield [Slice(output, run, items[0].item_bytes) for output, items in batch for run in _slice(items, n, num)]
+            yield [(output, item) for output, items in batch for item in _slice(items, n, num)]
     if window:
         yield window
 
@@ -138,10 +134,9 @@ def span_of(outputs: Sequence[Sequence[Item]], window_bytes: int, low: int, high
         if at >= high:
             break
         is_before = at < low
-        for part in window:
-            size = part.run.count * part.item_bytes
-            end[part.output] += size
-            at += size
+        for output, item in window:
+            end[output] += item.num_bytes
+            at += item.num_bytes
         if is_before:
             first, begin = first + 1, list(end)
         else:
@@ -189,8 +184,8 @@ def _rows(items: Sequence[Item]) -> tuple[int, int]:
     return min(lows), max(highs)
 
 
-def _slice(items: Sequence[Item], n: int, num: int) -> Iterator[Run]:
-    """Cut items, laid end to end, into `num` slices of about equal size, and yield the runs of slice `n`."""
+def _slice(items: Sequence[Item], n: int, num: int) -> Iterator[Item]:
+    """Cut items, laid end to end, into `num` slices of about equal size, and yield the parts of items in slice `n`."""
     total = sum(item.run.count for item in items)
     low, high = total * n // num, total * (n + 1) // num
     position = 0
@@ -198,5 +193,5 @@ def _slice(items: Sequence[Item], n: int, num: int) -> Iterator[Run]:
         run = item.run
         begin, end = max(low - position, 0), min(high - position, run.count)
         if begin < end:
-            yield replace(run, start=run.start + begin, count=end - begin)
+            yield item._replace(run=replace(run, start=run.start + begin, count=end - begin))
         position += run.count

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,33 +28,23 @@ from .step_guard import ChangeDetector, GuardedState, StepGuard
 from .write import FileLayout, lay_out
 
 
-class SaveTarget(Protocol):
-    """Where an asynchronous save puts the images of its files: in the store, or in the memory of nodes."""
+class SaveTarget:
+    """Where an asynchronous save puts the images of its files: the store. A subclass puts them into the memory of nodes."""
 
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         """Return the ring: host memory that the images are staged in, 1-D uint8."""
+        return take_ring(job.local_shards, layouts, job.options.host_buffer_bytes)
 
     def finish(self, job: SaveJob, copy: StagedCopy) -> Written:
         """Take the file images from the ring, front to back, and commit; return the save's figures.
 
         Called in the saving thread.
         """
-
-    def give_back(self, ring: torch.Tensor) -> None:
-        """Take the ring back from a save. Called once nothing reads or writes it any more, also after an error."""
-
-
-class StoreTarget:
-    """The target of ordinary saves: it writes the file images to the store."""
-
-    def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
-        return take_ring(job.local_shards, layouts, job.options.host_buffer_bytes)
-
-    def finish(self, job: SaveJob, copy: StagedCopy) -> Written:
         is_whole = job.base is not None and job.unchanged is None
         return write_and_commit(job, copy.changed(job) if is_whole else nullcontext(copy.chunks))
 
     def give_back(self, ring: torch.Tensor) -> None:
+        """Take the ring back from a save. Called once nothing reads or writes it any more, also after an error."""
         POOL.give_back(ring)
 
 
@@ -181,7 +171,7 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
         # A ring that streams is drained once, so the bytes to write must be found beforehand.
         job = without_unchanged(job)
     layouts = lay_out(job.local_shards, job.assignment, job.comm.rank)
-    target = target or StoreTarget()
+    target = target or SaveTarget()
     ring = target.take_ring(job, layouts)
     # On a device, work runs in the order in which it is queued: the detector must queue its samples before the copies.
     detector = ChangeDetector(guarded.tensors) if guarded.optimizers else None
@@ -201,7 +191,7 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
         else:
             _stage_lazily(thread, save, copy, guard, guarded.tensors)
         handle = SaveHandle(save)
-        SAVES.join(handle)
+        SAVES.begun.append(handle)
         save.add_stall(recorder.now() - recorder.began)
         thread.let_begin()
     except BaseException as error:  # Ctrl-C, which may come at any moment

@@ -250,7 +250,8 @@ class SaveQueue:
 
     def __init__(self) -> None:
         self.begun: list[SaveHandle] = []
-        """The saves that no `wait_turn` has waited for yet; more than one if several threads began saves at once."""
+        """The saves that no `wait_turn` has waited for yet; more than one if several threads began saves at once. `launch` adds
+        each save."""
 
     def wait_turn(self, *, when_busy: str) -> None:
         """Wait for the saves before the new one, and raise their errors if nobody has seen them.
@@ -271,10 +272,6 @@ class SaveQueue:
         errors = [error for save in begun if (error := save.running.take_error()) is not None]
         if errors:
             raise joint_error(errors, " before this one") from errors[0]
-
-    def join(self, handle: SaveHandle) -> None:
-        """Add a save that has just begun, so that the next `wait_turn` waits for it."""
-        self.begun.append(handle)
 
 
 SAVES = SaveQueue()

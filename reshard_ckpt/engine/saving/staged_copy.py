@@ -103,7 +103,10 @@ class StagedCopy:
         """Wait until all is copied, and yield the chunks that the base checkpoint lacks. The ring must hold all files."""
         self.staging.wait_finished()
         local_shards, items = self.staging.copied_items(job.local_shards)
-        copied = replace(job, local_shards=local_shards, assignment=replace(job.assignment, items=items))
+        # Each copied item is a row of its own, so the bits of a row are those of its items.
+        of_row = job.assignment.bits
+        bits = {i: of_row[row] for i, row in enumerate(job.assignment.items.local.tolist()) if row in of_row}
+        copied = replace(job, local_shards=local_shards, assignment=replace(job.assignment, items=items, bits=bits))
         rest = without_unchanged(copied)
         yield chunks_in_place(rest.local_shards, rest.assignment, rest.comm.rank, self.chunks.fingerprints, rest.unchanged)
 

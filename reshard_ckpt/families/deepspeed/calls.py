@@ -5,8 +5,8 @@ background (`engine`). ``engine.load_checkpoint`` loads a checkpoint of this lib
 ZeRO stage and precision (`loading`).
 
 The blocks ``datastates_ckpt`` and ``nebula`` of a DeepSpeed config choose this library, too. They are read as DeepSpeed reads
-them for its own engines of these names, so configs need not change. The newest releases of DeepSpeed ignore ``nebula``; here it
-keeps its meaning.
+them for its own engines of these names, so configs need not change. The newest releases of DeepSpeed ignore or refuse ``nebula``;
+here it keeps its meaning.
 """
 
 from __future__ import annotations

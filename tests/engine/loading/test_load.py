@@ -9,12 +9,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.common import files
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, NameCollisionError, UsageError
 from reshard_ckpt.storage.local import LocalStorage
 from reshard_ckpt.storage.protocol import Hints
+from tests.engine.loading.test_read_once import flip_half
+from tests.launch import on_ranks
 
 
 def files_of(path: Path) -> list[Path]:
@@ -172,6 +175,24 @@ def test_a_damaged_block_names_its_place_and_what_was_overwritten(tmp_path: Path
         checkpoint.load(tmp_path, {"t": into}, verify_first=True)
     assert not any(tensor.any() for tensor in into.values())
     checkpoint.load(tmp_path, {"t": into}, verify=False)
+
+
+@on_ranks(2)
+def test_no_rank_changes_a_tensor_before_every_rank_has_verified(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+
+    def row(values: torch.Tensor) -> dict[str, LocalShard]:
+        return {"w": LocalShard(values, (2, 50_000), (rank, 0))}
+
+    checkpoint.save(tmp_path, row(torch.arange(50_000.0)[None] + 50_000 * rank))
+    flip_half(tmp_path, "w")  # the row of rank 0
+    for verifies in (True, rank == 0):
+        into = torch.zeros(1, 50_000)
+        with pytest.raises(CorruptError, match="no tensor was changed"):
+            checkpoint.load(tmp_path, row(into), verify_first=verifies)
+        assert not into.any()
+    with pytest.raises(CorruptError, match=r"(no tensor was changed|already overwritten, wholly or in part) on this rank"):
+        checkpoint.load(tmp_path, row(torch.zeros(1, 50_000)))
 
 
 def test_missing_and_truncated_files_are_named_before_anything_changes(tmp_path: Path) -> None:

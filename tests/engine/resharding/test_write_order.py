@@ -15,7 +15,7 @@ def part(tensor: int, offsets: tuple[int, int], lengths: tuple[int, int]) -> Ite
 
 def taken(slices: list[Slice]) -> list[tuple[int, int, int, int]]:
     """Lane, tensor, first element and number of elements."""
-    return [(s.output, s.run.tensor, s.run.start, s.run.count) for s in slices]
+    return [(output, item.run.tensor, item.run.start, item.run.count) for output, item in slices]
 
 
 def test_columns_of_the_same_rows_are_cut_side_by_side() -> None:
