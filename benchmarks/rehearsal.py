@@ -314,7 +314,7 @@ def files_of_ranks(catalog: Catalog, layout: Job) -> list[bytes]:
 def votes_of(catalog: Catalog, layout: Job) -> list[bytes]:
     """Return the vote of each rank, without problems."""
     kinds = ("missing", "shape", "dtype", "uncovered", "values", "kept")
-    empty = {"problems": {kind: [] for kind in kinds}, "refused": [], "has_ties": False, "unused": []}
+    empty = {"problems": {kind: [] for kind in kinds}, "refused": [], "has_ties": False, "verifies_first": False, "unused": []}
     same = {**empty, "prefixes": ["model", "optimizer"], "options": _collective_options(LoadOptions(read_once=True))}
     votes = []
     for rank in range(0, layout.mesh.size, layout.tp):  # ranks that differ in tp alone want the same names

@@ -4,9 +4,9 @@
    left unsharded back to its shards, so it must be called before any optimizer is looked at.
 2. Each key is followed down from the root module. A part of it that only leads through a wrapper (DDP, ``torch.compile``,
    activation checkpointing, ``AveragedModel``) is dropped; a user's submodule that happens to be called ``module`` stays.
-3. A load writes into the module's own tensors. If ``state_dict`` returns other tensors, made by a hook, or the module's class has
-   a ``load_state_dict`` of its own, ``load_state_dict`` is called at the end. Extra state goes to ``set_extra_state`` of the
-   module that gave it.
+3. A load writes into the module's own tensors. ``load_state_dict`` is called at the end if ``state_dict`` returns other tensors,
+   made by a hook, if the module's class has a ``load_state_dict`` of its own, or if hooks run after it. Extra state goes to
+   ``set_extra_state`` of the module that gave it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -296,8 +297,11 @@ class ModulesTarget:
             if state.flat is not None:
                 state.flat.finish()
             loaded = [(*taker, values[name]) for name, taker in state.opened.takers.items() if name in values]
-            # A class with a method of its own may do more than copy, such as compute a table from the weights.
+            # A class with a method of its own may do more than copy, such as compute a table from the weights; so may hooks.
             is_plain = state.opened.is_own and type(state.module).load_state_dict is nn.Module.load_state_dict
+            # Private, as torch has no other way to see what `register_load_state_dict_post_hook` added; else hooks do not run.
+            hooks = map(getattr, state.module.modules(), repeat("_load_state_dict_post_hooks"), repeat(None))
+            is_plain = is_plain and not any(hooks)
             if state.flat is not None or (is_plain and all(owner is not None for _, owner, _ in loaded)):
                 for _, owner, value in loaded:
                     assert owner is not None

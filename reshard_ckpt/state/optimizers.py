@@ -232,6 +232,11 @@ class OptimizersTarget:
                 # means that a state lacks a key of the optimizer's class, as that of a subclass may; such numbers stay.
                 with suppress(KeyError):
                     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+        for view in self._views:
+            # Those of `register_load_state_dict_post_hook`. Private, as torch has no other way to see them; without the name,
+            # they do not run.
+            for hook in [*getattr(view.optimizer, "_optimizer_load_state_dict_post_hooks", {}).values()]:
+                hook(view.optimizer)
 
     def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         state, param, owner = plan.slot.state, plan.slot.key, plan.slot.owner

@@ -276,6 +276,15 @@ def test_a_module_with_a_load_state_dict_of_its_own_is_given_the_loaded_state():
     assert torch.equal(target.doubled, 2 * source.weight)
 
 
+def test_hooks_that_run_after_load_state_dict_see_the_loaded_weights():
+    source, target, seen = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(2, 3)), []
+    weight = target[0].weight
+    target[0].register_load_state_dict_post_hook(lambda module, keys: seen.append((module.weight.clone(), *keys)))
+    load(save([capture({"model": source})]), {"model": target}, wanted=set())
+    assert target[0].weight is weight
+    assert [(w.tolist(), missing, unexpected) for w, missing, unexpected in seen] == [(source[0].weight.tolist(), [], [])]
+
+
 def test_a_hook_that_refuses_is_a_named_error():
     class Picky(Halved):
         def _load_from_state_dict(self, *args: Any) -> None:

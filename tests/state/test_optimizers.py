@@ -255,6 +255,20 @@ def test_a_hyperparameter_that_does_not_fit_into_the_tensor_there_takes_its_plac
     assert torch.equal(own, saved_value) if isinstance(saved_value, torch.Tensor) else own == saved_value
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_hooks_that_run_after_load_state_dict_see_the_loaded_state(prepared: bool):
+    model, seen = net(), []
+    optimizer = torch.optim.Adam(model.parameters())
+    if prepared:
+        train(model, optimizer, 1)
+    optimizer.register_load_state_dict_post_hook(
+        lambda loaded: seen.append([state["exp_avg"].tolist() for state in loaded.state.values()])
+    )
+    saved = saved_after_training()
+    load(saved, {"model": model, "optimizer": optimizer})
+    assert seen == [[saved.tensors[f"optimizer.state.{fqn}.exp_avg"].tolist() for fqn, _ in model.named_parameters()]]
+
+
 @pytest.mark.parametrize("second", [0.5, torch.tensor(0.1, dtype=torch.float64)])
 def test_groups_that_share_a_tensor_get_their_own_learning_rates(second: float | torch.Tensor):
     model = net()
