@@ -300,7 +300,7 @@ class ModulesTarget:
             # A class with a method of its own may do more than copy, such as compute a table from the weights; so may hooks.
             is_plain = state.opened.is_own and type(state.module).load_state_dict is nn.Module.load_state_dict
             # Private, as torch has no other way to see what `register_load_state_dict_post_hook` added; else hooks do not run.
-            hooks = map(getattr, state.module.modules(), repeat("_load_state_dict_post_hooks"), repeat(None))
+            hooks = map(getattr, state.children.values(), repeat("_load_state_dict_post_hooks"), repeat(None))
             is_plain = is_plain and not any(hooks)
             if state.flat is not None or (is_plain and all(owner is not None for _, owner, _ in loaded)):
                 for _, owner, value in loaded:
