@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -297,11 +296,13 @@ class ModulesTarget:
             if state.flat is not None:
                 state.flat.finish()
             loaded = [(*taker, values[name]) for name, taker in state.opened.takers.items() if name in values]
-            # A class with a method of its own may do more than copy, such as compute a table from the weights; so may hooks.
+            # A class with a method of its own may do more than copy, such as compute a table from the weights; so may hooks that
+            # run after it. Those of torch need not: FSDP2 has one for each parameter, in case that it is replaced.
             is_plain = state.opened.is_own and type(state.module).load_state_dict is nn.Module.load_state_dict
-            # Private, as torch has no other way to see what `register_load_state_dict_post_hook` added; else hooks do not run.
-            hooks = map(getattr, state.children.values(), repeat("_load_state_dict_post_hooks"), repeat(None))
-            is_plain = is_plain and not any(hooks)
+            for each in state.children.values():
+                # Private, as torch has no other way to see these hooks. Without the name, they do not run.
+                for hook in getattr(each, "_load_state_dict_post_hooks", {}).values():
+                    is_plain = is_plain and str(getattr(hook, "__module__", "")).startswith("torch.")
             if state.flat is not None or (is_plain and all(owner is not None for _, owner, _ in loaded)):
                 for _, owner, value in loaded:
                     assert owner is not None
