@@ -13,7 +13,7 @@ ranks go on, or all raise the same error. Ranks wait only for decisions, and ran
 4. *Deadline*: a rank that has waited too long reads from the inbox which ranks are absent, and refuses the step with their names.
    It does so at once if an absent rank is known to have ended.
 5. *On one machine* (broadcast_near): its first rank writes a key that the others wait for. A rank that gives up writes it too.
-6. *Leaving*: each rank adds itself to a count. Rank 0 leaves last, because its process may host the store: the last of the others
+6. *Leaving*: each rank adds itself to a count. Rank 0 leaves last, because its process hosts the store: the last of the others
    sets a key for which rank 0 waits, and counts that as well. Whoever completes the count deletes the session's keys: usually
    rank 0, or a rank that the others had given up.
 

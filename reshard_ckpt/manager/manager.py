@@ -184,8 +184,8 @@ class Manager(RunSteps):
                     self._stored.remove_leftovers()
                     if interval == "auto":
                         self._attempts = AttemptLog(storage)
-            if grace_s:
-                self._preemption.install(opening)
+                if grace_s:
+                    self._preemption.install(opening)
             if memory is not None:
                 with open_session("open the memory of", self._root, **self._session) as comm:
                     self._memory = MemoryRun(

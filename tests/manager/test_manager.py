@@ -594,6 +594,15 @@ def test_signals_are_handled_in_the_main_thread_alone(tmp_path: Path):
     thread.start()
     thread.join()
     assert "main thread" in str(raised[0])
+
+
+def test_a_rank_that_cannot_handle_signals_is_an_error_on_all_ranks(tmp_path: Path):
+    """Else the others would have a manager, and wait in its calls."""
+    with jobs() as make:
+        raised = make(2).run(lambda rank: Manager(tmp_path, finish_on_sigterm=rank == 1))
+    assert [type(error) for error in raised] == [UsageError, UsageError]
+    assert all("main thread" in str(error) for error in raised)
+    Manager(tmp_path).close()  # the root is free
     Manager(tmp_path).close()
 
 

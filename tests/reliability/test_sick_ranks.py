@@ -393,30 +393,39 @@ def test_a_rank_that_is_a_call_ahead_waits_for_the_others(job: Job, tmp_path: Pa
     go_on(job, paths["d"])
 
 
-def test_a_rank_that_is_a_call_behind_misses_one_save_and_is_in_step_again(job: Job, tmp_path: Path):
-    """It alone made a call with a wrong argument. So its a meets the others' b: they pass that over, and b is saved by all."""
-    paths = {name: tmp_path / name for name in "abcd"}
+@pytest.mark.parametrize(
+    ("usual", "odd"),
+    [
+        ("a! b c", {2: "! a? b c"}),  # its a meets the others' b: they pass that over
+        ("a! b c? d", {2: "! b a? d"}),  # that was one call ago
+        ("a! b? c d", {1: "! a? b? c d", 2: "! b? c d"}),  # one of two is behind
+        ("a! b? c d", {1: "! a? c d", 2: "a! z? c d"}),  # another one calls what nobody does
+        ("a! b? c d", {2: "! a? a? c d"}),  # passed over once
+        ("a? b? c d", {2: "z? a? c d"}),  # nobody has refused a
+    ],
+)
+def test_a_rank_that_is_a_call_behind_misses_one_save_and_is_in_step_again(
+    job: Job, tmp_path: Path, usual: str, odd: dict[int, str]
+):
+    """A call "!" has a wrong argument. A call such as "a!" ends with that error of another rank, and "a?" with a `PeerError`."""
+    wanted = [odd.get(rank, usual).split() for rank in range(SIZE)]
 
-    def calls(rank: int) -> list[Any]:
-        out: list[Any] = []
-        for name in ["wrong", *"abc"] if rank == 2 else "abc":
+    def calls(rank: int) -> list[str]:
+        out = []
+        for name, *_ in wanted[rank]:
             try:
-                if name == "wrong":
+                if name == "!":
                     checkpoint.load(tmp_path, {}, strict=2)  # type: ignore[arg-type]
-                else:
-                    checkpoint.save(paths[name], state(rank, NEW))
-                out.append(None)
+                checkpoint.save(tmp_path / name, state(rank, NEW), timeout_s=60)
+                out.append(name)
             except CheckpointError as error:
-                out.append(type(error))
+                out.append("!" if name == "!" else name + {UsageError: "!", PeerError: "?"}[type(error)])
         return out
 
-    outcomes = job.run(calls)
-    assert outcomes.pop(2) == [UsageError, PeerError, None, None]
-    assert outcomes == [[UsageError, None, None]] * 3
-    assert not paths["a"].exists()
-    for name in "bc":
-        check(paths[name], NEW)
-    go_on(job, paths["d"])
+    assert job.run(calls) == wanted
+    for name in "abcd":
+        assert (tmp_path / name).exists() == (name in usual.split())
+    go_on(job, tmp_path / "e")
 
 
 def test_ranks_that_call_things_crosswise_do_not_wait_for_ever(job: Job, tmp_path: Path):
