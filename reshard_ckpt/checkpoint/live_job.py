@@ -369,8 +369,6 @@ class Job:
                 rounds = Rounds(exchange, mover, buffers)
                 # A rank that has failed takes part, and tells the others in its first messages.
                 rounds.failure = move.failure
-                if isinstance(mover, DeltaMover):
-                    mover.agree(exchange, rounds.attempt)
                 rounds.run(move.changed, *((move.finish, move.put) if i == len(running) - 1 else ()))
                 move.failure, move.is_complete = rounds.failure, rounds.complete
                 if rounds.stopped:

@@ -71,7 +71,8 @@ def weight_files(storage: Storage, suffix: str, *, main: str, others: bool = Tru
     if indices:
         index = main + INDEX if main + INDEX in indices else indices[0]
         found, single = read_index(storage, index), index.removesuffix(INDEX)
-        if single in keys and found.names.keys().isdisjoint(keys):  # a later save of one file replaced the files of the index
+        # A later save of one file has replaced the files of the index. These may also lie in folders.
+        if single in keys and found.names.keys().isdisjoint(key for key, _ in storage.list()):
             return WeightFiles({single: None})
         if main in keys and main not in found.names:  # transformers would load that file, and pass over the index
             raise UsageError(

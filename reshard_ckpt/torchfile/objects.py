@@ -146,6 +146,13 @@ def _dotted(made: StandInClass | Opaque) -> str:
     return made.name.replace(":", ".")
 
 
+def _hashed(items: list[Any]) -> list[Any]:
+    """Return the keys of a dict or the items of a set as they are; raise `ValueError` if their hashes would make it slow."""
+    if too_many_alike(items):
+        raise ValueError(f"more than {MAX_ALIKE} keys of a dict, or items of a set, have the same hash")
+    return items
+
+
 class PlainValues:
     """Converts stand-ins to plain and tagged values, no larger together than a file of `num_bytes` can describe.
 
@@ -184,7 +191,8 @@ class PlainValues:
         if isinstance(value, StandInClass | StandInFunction):
             return self._named(value.name, None)
         if isinstance(value, dict):
-            return {self.of(key, depth - 1): self.of(item, depth - 1) for key, item in value.items()}
+            keys = _hashed([self.of(key, depth - 1) for key in value])
+            return dict(zip(keys, [self.of(item, depth - 1) for item in value.values()], strict=True))
         if isinstance(value, list):
             return [self.of(item, depth - 1) for item in value]
         if isinstance(value, torch.Size):
@@ -241,9 +249,9 @@ class PlainValues:
         """Make the value that a call in a pickle stands for, from its kept arguments and state; `kind` is one of `_KEPT`."""
         match kind:
             case "set":
-                return set(self._elements(arguments, depth))
+                return set(_hashed(self._elements(arguments, depth)))
             case "frozenset":
-                return frozenset(self._elements(arguments, depth))
+                return frozenset(_hashed(self._elements(arguments, depth)))
             case "complex":
                 return complex(*arguments)
             case "deque":
@@ -262,10 +270,7 @@ class PlainValues:
         (items,) = arguments or ([],)
         if not isinstance(items, list | tuple):
             raise ValueError("a collection of something else than a list")
-        found = [self.of(item, depth) for item in items]
-        if too_many_alike(found):
-            raise ValueError(f"more than {MAX_ALIKE} items of a set have the same hash")
-        return found
+        return [self.of(item, depth) for item in items]
 
     def _dtype(self, arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
         code, order = arguments[0], state[1] if isinstance(state, tuple) and len(state) > 1 else "|"
@@ -273,7 +278,7 @@ class PlainValues:
             raise ValueError("a dtype of numpy without a code")
         if code in ("M8", "m8"):  # a time or a time span: the last part of the state has its unit
             unit, count, *_ = state[8][1]
-            code = f"{code}[{count}{unit.decode()}]"
+            code = f"{code}[{count:d}{unit.decode()}]"  # as a number: a few lists that contain each other may have a huge text
         found: np.dtype[Any] = np.dtype(code)
         if order == ">":
             found = found.newbyteorder(">")
@@ -286,7 +291,7 @@ class PlainValues:
         if not isinstance(data, bytes) or not isinstance(dtype, _Called) or not isinstance(shape, tuple):
             raise PicklingError("holds an array of objects")
         kind = self._dtype(dtype.arguments, dtype.state)
-        if prod(shape) * kind.itemsize != len(data):
+        if prod(SIZE.make(shape)) * kind.itemsize != len(data):
             raise ValueError("an array whose bytes are not as many as its shape wants")
         found: np.ndarray[Any, Any] = np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C").copy()
         return found

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.comm import Exchange
 from reshard_ckpt.engine.resharding.delta import DeltaMover, decode_changes, encode_changes
 from reshard_ckpt.errors import PeerError, UsageError
 from tests.launch import on_ranks
@@ -129,6 +130,10 @@ def test_only_changed_runs_cross(dtype: torch.dtype, engine: torch.dtype, staged
         push.run()
         whole.run()
         assert is_pushed()
+    # If the process group itself fails, no rank can ask the others: each tells what it has overwritten.
+    group_fails = mock.patch.object(Exchange, "swap", side_effect=PeerError("gone"))
+    with group_fails, pytest.raises(PeerError, match="gone; on this rank no tensor was changed"):
+        push.run()
 
 
 @on_ranks(2)

@@ -368,12 +368,13 @@ def test_several_models_in_one_folder_are_told_apart():
         checkpoint.catalog(in_memory(files | {f"{n}.safetensors": plain_file({"w": torch.ones(2)}) for n in ("a", "b")}))
 
 
-def test_a_single_file_beside_an_index_that_does_not_name_it_is_ambiguous():
+@pytest.mark.parametrize("part", ["model-00001-of-00001.safetensors", "parts/1.safetensors"])
+def test_a_single_file_beside_an_index_that_does_not_name_it_is_ambiguous(part: str):
     """As a second save into the folder leaves it; transformers loads the single file, and the index names the old ones."""
     files = {
         "model.safetensors": plain_file({"w": torch.ones(2)}),
-        "model-00001-of-00001.safetensors": plain_file({"w": torch.zeros(2)}),
-        "model.safetensors.index.json": index({"w": "model-00001-of-00001.safetensors"}),
+        part: plain_file({"w": torch.zeros(2)}),
+        "model.safetensors.index.json": index({"w": part}),
     }
     path = in_memory(files)
     with pytest.raises(UsageError, match="has model.safetensors and model.safetensors.index.json, which does not name it"):

@@ -217,9 +217,11 @@ def test_how_an_optimizer_computes_stays_the_targets_choice():
     assert (fresh.param_groups[0]["fused"], fresh.param_groups[0]["foreach"], fresh.param_groups[0]["lr"]) == (None, False, 0.3)
 
 
-def test_a_learning_rate_that_is_a_tensor_is_set_in_place():
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_learning_rate_that_is_a_tensor_is_set_in_place(shape: tuple[int, ...]):
+    """Torch takes a tensor of one element in any shape."""
     model = net()
-    saved = saved_of(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), foreach=False))
+    saved = saved_of(model, torch.optim.AdamW(model.parameters(), lr=torch.full(shape, 0.25), foreach=False))
     rate = torch.tensor(9.0)
     fresh = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
     load(saved, {"model": model, "optimizer": fresh})

@@ -54,6 +54,7 @@ def saved(value: Any, protocol: int = 2) -> bytes:
 PLAIN = [
     b"", b"x", collections.deque([1, 2]), collections.deque([1, 2, 3], 3), collections.deque(), {1, "a", (1, 2)}, np.float64(3),
     {None: 1, True: 2, False: 3, b"k": 4}, frozenset({frozenset(), frozenset({2, "b"})}), set(range(3000)), [set(), set()],
+    collections.deque([0.5] * 100, 100), collections.deque([{"a": [1]}] * 100), {1j: 2, frozenset({1}): 3},
     {"state": 2**128 - 1, "inc": -(2**2039)},  # as of numpy's generators, and the largest of pickle's short form
 ]  # fmt: skip
 
@@ -128,7 +129,36 @@ def test_a_list_that_contains_itself_and_very_many_cycles_are_refused():
             read_object(saved({"a": value}), "x")
 
 
-def test_many_items_of_a_set_with_one_hash_are_refused():
-    alike = {i * (2**61 - 1) for i in range(1, 100)}
+ALIKE = [i * (2**61 - 1) for i in range(1, 100)], [complex(-1000003 * i, i) for i in range(1, 100)]
+
+
+# As keys of a dict, integers of one hash are refused in another way: they are no keys here at all.
+@pytest.mark.parametrize("value", [set(ALIKE[0]), frozenset(ALIKE[1]), dict.fromkeys(ALIKE[1])], ids=["set", "frozenset", "dict"])
+def test_many_items_or_keys_with_one_hash_are_refused(value: Any):
+    assert len(set(map(hash, value))) == 1
     with pytest.raises(CorruptError, match="have the same hash"):
-        read_object(saved({"a": alike}), "x")
+        read_object(saved({"a": value}), "x")
+
+
+class Reduced:
+    """Is pickled as a call of numpy's with any arguments and any state."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_lists_in_place_of_numbers_are_not_multiplied_or_spelled_out():
+    """Lists of few bytes that contain each other have a text of exabytes, and a list times a number has any size."""
+    doubled: list[Any] = []
+    for _ in range(6):
+        doubled = [doubled, doubled]
+    units = (4, "<", None, None, None, -1, -1, 0, ({}, (b"ms", doubled, 1, 1)))
+    array, scalar = np.ones(1).__reduce__()[0], np.float64(1).__reduce__()[0]  # type: ignore[index]
+    of_doubled = Reduced(scalar, (Reduced(np.dtype, ("M8", False, True), units), bytes(8)))
+    repeated = Reduced(array, (np.ndarray, (0,), b"b"), (1, ([b""], 1 << 27), np.dtype("u1"), False, b"x"))
+    for value, error in ((of_doubled, "unsupported format string"), (repeated, "a size that is not a whole number")):
+        with pytest.raises(CorruptError, match=error):
+            read_object(saved(value), "x")

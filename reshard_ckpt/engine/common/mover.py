@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ...comm import Exchange
 from ...core.catalog.specs import Ints
 from ...core.geometry.columns import ColumnTable, lex_order
 from ...core.geometry.runs import I64, Mask
@@ -112,7 +113,7 @@ def _copy(into: View, source: View) -> None:
 class Mover:
     """Packs the parts that this rank sends, unpacks the parts that it takes, and copies the parts that stay on this rank.
 
-    `Rounds` calls `sizes`, `pack` and `unpack` for each round.
+    `Rounds` calls `agree` once, and then `sizes`, `pack` and `unpack` for each round.
 
     Parameters
     ----------
@@ -207,6 +208,12 @@ class Mover:
             if self._keeps:
                 self._views[key] = pairs
         return pairs
+
+    def agree(self, exchange: Exchange, attempt: Callable[[Callable[[], None]], None]) -> None:
+        """Exchange facts that ranks need before the first message: none here, but a subclass may have some. Collective.
+
+        `attempt` calls a function and keeps its error (`Rounds.attempt`).
+        """
 
     def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return how many bytes this rank sends to each rank in a round, and how many it receives from each."""

@@ -199,6 +199,7 @@ class Rounds:
         num_rounds = self._mover.num_rounds
         if not num_rounds:
             return
+        self._mover.agree(self._exchange, self.attempt)
         if self._exchange.device.type == "cpu":
             self._slot_bytes = _slot_bytes(self._mover)
             self._shared = self._buffers.share(self._exchange, NUM_BUFFERS * self._slot_bytes)

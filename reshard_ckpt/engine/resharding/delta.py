@@ -103,7 +103,7 @@ class DeltaMover(LiveMover):
     def agree(self, exchange: Exchange, attempt: Callable[[Callable[[], None]], None]) -> None:
         """Exchange the claims, and then the sizes of the messages of all rounds. Collective: two swaps.
 
-        `attempt` calls a function and keeps its error (`Rounds.attempt`). A rank that has failed sends empty messages.
+        A rank that has failed sends empty messages.
         """
         claims, sizes = ([b""] * self._size for _ in range(2))
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, count
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,3 +92,35 @@ def test_placements_are_what_sets_of_runs_show(case: tuple[Mesh, list[tuple[Plac
     for (said, n, held), placement in zip(tensors, found, strict=True):
         plain = tuple(replace(p, turn=None, sections=()) for p in placement)
         assert plain == tuple(naive(mesh, axis, said, held, n) for axis in range(len(mesh.axes)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sections"),
+    [
+        ({"tp": 2}, (8, 4, 4)),
+        ({"dp": 4, "tp": 2}, (8, 4, 4)),  # dp cuts what tp holds of the first section, so ranges of one coordinate touch
+        ({"tp": 4, "dp": 2}, (24, 8, 8, 8)),
+    ],
+)
+def test_sections_that_tp_cuts_one_by_one_are_found(sizes: dict[str, int], sections: tuple[int, ...]) -> None:
+    """As in a fused QKV weight; data-parallel ranks, if any, cut the local tensor once more."""
+    mesh = Mesh(tuple(sizes), tuple(sizes.values()))
+    held: list[tuple[int, int, int]] = []  # a rank, and the begin and end of a range of rows that it holds
+    for rank in range(mesh.size):
+        at = dict(zip(sizes, mesh.coordinates(rank), strict=True))
+        rows: list[int] = []
+        for end, size in zip(accumulate(sections), sections, strict=True):
+            num = size // sizes["tp"]
+            rows += range(end - size + num * at["tp"], end - size + num * (at["tp"] + 1))
+        num = len(rows) // sizes.get("dp", 1)
+        rows = rows[num * at.get("dp", 0) :][:num]
+        begins = [row for row in rows if row - 1 not in rows]
+        held += [(rank, begin, next(end for end in count(begin) if end not in rows)) for begin in begins]
+    ranges = sorted({(begin, end) for _, begin, end in held})
+    box, rank = np.array(sorted((ranges.index((begin, end)), rank) for rank, begin, end in held), np.int64).T
+    low, high = np.array(ranges, np.int64).T
+    holding = PieceTable(np.zeros_like(box), rank, box, box)
+    one, shape = np.ones(1, np.int64), np.array([[sum(sections)]], np.int64)
+    table = derive(mesh, [()], shape, one, holding, low[:, None], (high - low)[:, None])
+    turns: dict[str, Any] = {"tp": {"turn": 0, "sections": sections}, "dp": {"turn": 1}}
+    assert table.placements[table.of_tensor[0]] == tuple(AxisPlacement(axis, "shard", 0, **turns[axis]) for axis in sizes)

@@ -44,3 +44,10 @@ def test_small_tensors_share_a_window_and_each_file_stays_in_order() -> None:
     assert [len(window) for window in found] == [4, 2]
     for output in range(2):
         assert [tensor for window in found for number, tensor, *_ in window if number == output] == [0, 1, 2]
+
+
+def test_a_cut_batch_has_each_item_only_in_the_windows_that_it_reaches() -> None:
+    """Two lanes hold columns of two blocks of rows: each has two write items of one tensor."""
+    outputs = [[part(0, (row, column), (2, 4)) for row in (0, 4)] for column in (0, 4)]
+    found = [taken(window) for window in windows(outputs, 16)]
+    assert found == [[(0, 0, 0, 8), (1, 0, 0, 8)]] * 2
