@@ -255,9 +255,8 @@ class MemoryRun:
         self._noted = is_known
 
         def in_store(timeout: float | None) -> bool:
-            if target is None:
-                return True
-            is_known.wait()
+            if not is_known.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+                raise TimeoutError(f"the save to {path} still waits for the save before it after {timeout} s; it goes on")
             return begun[0].wait(timeout) if begun else handle.running.save_id in self._stored
 
         return MemoryHandle(handle.running, target, in_store)

@@ -187,6 +187,20 @@ def test_saves_are_noted_in_their_order_though_the_thread_of_one_is_late(
     assert_is_stored(tmp_path, 2)
 
 
+def test_a_wait_for_the_store_has_its_time_limit_also_behind_another_save(tmp_path: Path, shm: Path):
+    manager = Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1)
+    first = threading.Event()
+    manager._memory._noted = first  # type: ignore[union-attr]  # as if the save before were not noted yet
+    handle = manager.async_save(1, state(1))
+    handle.result()
+    with pytest.raises(TimeoutError, match=r"step_1 still waits for the save before it after 0.1 s; it goes on"):
+        handle.persisted(0.1)
+    first.set()
+    assert handle.persisted()
+    killed(manager)
+    assert_is_stored(tmp_path, 1)
+
+
 def test_what_comes_to_the_store_while_a_run_goes_back_is_superseded(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
     """The store is listed before, and the save has ended on its way there when that is asked."""
     listed = StoredSteps.save_ids_beyond
