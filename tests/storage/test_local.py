@@ -492,23 +492,26 @@ def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path):
 
 
 def test_a_child_of_one_that_was_killed_while_it_published_holds_up_no_other(tmp_path: Path):
-    held = os.pipe()
+    held, ready = os.pipe(), os.pipe()
     publisher = os.fork()
     if publisher == 0:
         with locked(os.open(tmp_path, os.O_RDONLY), 600):
             if os.fork():
                 os.kill(os.getpid(), signal.SIGKILL)
             os.close(held[1])
+            os.write(ready[1], b"x")  # `fork` has returned, so the lock was let go
             os.read(held[0], 1)  # lives on
         os._exit(0)
     try:
         os.waitpid(publisher, 0)
+        os.close(ready[1])
+        assert os.read(ready[0], 1) == b"x"
         other = os.open(tmp_path, os.O_RDONLY)
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(other)
     finally:
-        os.close(held[1])
-        os.close(held[0])
+        for fd in (*held, ready[0]):
+            os.close(fd)
 
 
 @pytest.mark.parametrize("once", [False, True])
