@@ -1,4 +1,4 @@
-"""A manager with a memory tier: what its rule keeps goes to the store, and it lists the steps of memory and store together."""
+"""A manager with a memory tier: the saves that its rule keeps go to the store, and it lists the steps of both."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def refuse_unsupported(engine: Any) -> None:
             raise UnsupportedError(f"this model's experts are divided among ranks {way}; {CURE_OF_ENGINES}")
     if getattr(engine, "zenflow", False):
         raise UnsupportedError(f"ZenFlow updates the optimizer's state in a process of its own; {CURE_OF_ENGINES}")
-    if getattr(engine, "super_offload", bool)():
+    if hasattr(engine, "super_offload") and engine.super_offload():  # newer releases have it
         raise UnsupportedError(
             "SuperOffload keeps the moments of Adam in a process of its own, and no checkpoint has them, of this library or of "
             "DeepSpeed; leave super_offload out of the config"
